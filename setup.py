@@ -1,0 +1,32 @@
+"""Package metadata lives in settings.ini; this file only hands it to setuptools."""
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+config = ConfigParser(delimiters=["="])
+config.read(here / "settings.ini", encoding="utf-8")
+meta = config["DEFAULT"]
+extras = {key.removesuffix("_requirements"): value.split()
+          for key, value in meta.items() if key.endswith("_requirements")}
+
+setup(
+    name=meta["lib_name"],
+    version=meta["version"],
+    description=meta["description"],
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author=meta["author"],
+    author_email=meta["author_email"],
+    keywords=meta["keywords"],
+    url=meta["git_url"],
+    license="Apache-2.0",
+    packages=find_packages(include=[meta["lib_path"], meta["lib_path"] + ".*"]),
+    package_data={"sparseattn.data": ["files/*.npz"]},
+    python_requires=">=" + meta["min_python"],
+    install_requires=meta["requirements"].split(),
+    extras_require=extras,
+    entry_points={"nbdev": [f"{meta['lib_path']}={meta['lib_path']}._modidx:d"]},
+    zip_safe=False,
+)
