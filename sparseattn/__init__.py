@@ -1,2 +1,20 @@
-"""Five papers on sparse attention, derived, implemented, checked and reproduced in notebooks."""
+"""Five papers on sparse attention, derived, implemented, checked and reproduced in notebooks.
+
+The layers drop into a model and need torch, numpy and scipy only:
+
+    >>> import torch
+    >>> from sparseattn import HEPTAttention
+    >>> layer = HEPTAttention(32, heads=4, coord_dims=2)
+    >>> layer(torch.randn(1, 1000, 32), torch.rand(1, 1000, 2)).shape
+    torch.Size([1, 1000, 32])
+"""
+from sparseattn.core.transformer import Encoder, attention_names
+from sparseattn.hept.attention import HEPTAttention
+
 __version__ = "0.1.0"
+__all__ = ["Encoder", "HEPTAttention", "attentions"]
+
+
+def attentions() -> list[str]:
+    """Names of every attention mechanism that `Encoder(attention=...)` knows."""
+    return attention_names()

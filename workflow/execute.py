@@ -76,9 +76,10 @@ def execute(root: Path, notebook: graph.Notebook, scale: str, timeout: int | Non
 def describe(error: Exception, notebook: graph.Notebook, executed: Path) -> str:
     """What failed, where: notebook, cell, line, exception. A dozen lines, not a traceback."""
     cells = _cells(executed)
-    at = next((i for i, c in enumerate(cells) if _failed(c)), None)
+    started = [i for i, c in enumerate(cells) if c["cell_type"] == "code" and c["metadata"].get("papermill", {}).get("start_time")]
+    at = next((i for i in started if _failed(cells[i])), started[-1] if started else None)  # a dead kernel leaves no error output
     what = f"{getattr(error, 'ename', type(error).__name__)}: {ANSI.sub('', str(getattr(error, 'evalue', error))).strip()}"
-    what = _shorten(what, 12)
+    what = _shorten(what.rstrip(": "), 12)
     if at is None:
         return f"{notebook.path}\n  {what}"
     source = "".join(cells[at]["source"]).splitlines()
@@ -108,9 +109,8 @@ def _cells(executed: Path) -> list[dict]:
 
 
 def _failed(cell: dict) -> bool:
-    """An error output, or cut off in the middle (a dead kernel, a time-out)."""
-    state = cell["metadata"].get("papermill", {})
-    return any(o["output_type"] == "error" for o in cell.get("outputs", [])) or state.get("status") in ("failed", "running")
+    """The cell left an error output."""
+    return cell["metadata"]["papermill"].get("status") == "failed" or any(o["output_type"] == "error" for o in cell["outputs"])
 
 
 def _own_number(cells: list[dict], at: int) -> int:
@@ -174,8 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     status = dict(status="failed" if error else "done", seconds=seconds, threads=args.threads, peak_mib=peak, error=error)
     graph.write_text(log.with_suffix(".json"), json.dumps(status, indent=1) + "\n")
     graph.write_text(log, (error or f"done in {seconds} s") + "\n")
-    say(f"{notebook.key} FAILED after {seconds:.0f} s\n{error}\nexecuted copy: {notebook.executed(args.scale)}" if error
-        else f"{notebook.key} done in {seconds:.0f} s")
+    say(f"{notebook.key} FAILED after {seconds:.0f} s\n{error}\n  executed as far as it came: {notebook.executed(args.scale)}"
+        if error else f"{notebook.key} done in {seconds:.0f} s")
     return int(bool(error))
 
 

@@ -287,7 +287,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scale", choices=graph.SCALES, default="smoke")
     parser.add_argument("--root", type=Path, default=Path.cwd())
     args = parser.parse_args(argv)
+    from execute import say
+
+    began = time.time()
     write(args.root.resolve(), args.scale)
+    say(f"page done in {time.time() - began:.0f} s")
     return 0
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,6 +210,10 @@ def forget_if_touched(root: Path, scale: str) -> None:
         files = json.loads(record.read_text(encoding="utf-8"))
         if any(not (root / name).exists() or _sha256(root / name) != value for name, value in files.items()):
             record.unlink()
+    config, text = settings(), (root / "README.md").read_text(encoding="utf-8")
+    block = root / "figures" / config["ledger"] / config["ledger_readme"]
+    if not block.exists() or block.read_text(encoding="utf-8").strip() not in text:
+        (root / f"build/{scale}/readme.done").unlink(missing_ok=True)
 
 
 def settings() -> dict:
@@ -230,12 +235,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     from execute import say
 
+    began = time.time()
     try:
         lines = results(args.root.resolve(), args.scale, args.only) if args.what == "results" else [readme(args.root.resolve(), args.scale)]
     except Refused as error:
         say(f"not published: {error}")
         return 1
-    say("\n".join(lines))
+    say("\n".join([*lines, f"publish {args.what} done in {time.time() - began:.0f} s"]))
     return 0
 
 

@@ -62,7 +62,7 @@ def _check_names(value) -> None:
         for inner in value:
             _check_names(inner)
 
-# %% ../../nbs/data/10_cache.ipynb #4c4e855d
+# %% ../../nbs/data/10_cache.ipynb #072b0e2f
 _DIGEST = "_sha256"
 
 
@@ -95,6 +95,7 @@ def save_arrays(path: str | Path, arrays: dict[str, np.ndarray]) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             np.savez_compressed(file, **arrays, **{_DIGEST: np.array(_digest(arrays))})
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import csv, os, re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-# %% ../../nbs/lab/25_claims.ipynb #d11cd8fd
+# %% ../../nbs/lab/25_claims.ipynb #7a19d400
 KINDS = ("identity", "bound", "order", "property", "number")
 VERDICTS = ("holds", "holds with a condition", "loose", "false as stated", "typo", "reproduced", "partly",
             "not reproduced", "not attempted")
@@ -22,9 +22,9 @@ class ClaimMismatch(AssertionError):
     """A check decided otherwise than the notebook expects."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Claim:
-    """One row of the ledger."""
+    """One row of the ledger; shown as one line in a notebook."""
     id: str
     paper: str
     where: str
@@ -33,6 +33,12 @@ class Claim:
     verdict: str
     evidence: str
     notebook: str
+
+    def __repr__(self):
+        return f"{self.id} ({self.where}): {self.statement} -- {self.verdict}. {self.evidence}"
+
+    def _repr_markdown_(self):
+        return f"**{self.id}** ({self.where}): {self.statement} &rarr; **{self.verdict}**. {self.evidence}"
 
 # %% ../../nbs/lab/25_claims.ipynb #11039540
 def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expect: str, stated, condition=None, repair=None,

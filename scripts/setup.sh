@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Make .venv with everything the notebooks and the tests need; a second run finds nothing to do.
+#   PYTHON=python3.12 bash scripts/setup.sh      another interpreter
+#   TORCH_SPEC="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" bash scripts/setup.sh      another build of torch
+#   bash scripts/setup.sh --no-export            leave sparseattn/*.py as they are
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+
+stamp=.venv/.sparseattn
+want=$("$python" -c 'import hashlib, sys
+print(hashlib.sha256(b"".join(open(f, "rb").read() for f in sys.argv[1:])).hexdigest())' \
+    constraints.txt settings.ini setup.py pyproject.toml)
+if [[ -f $stamp && $(cat "$stamp") == "$want" ]]; then exit 0; fi
+
+rm -f "$stamp"
+has_torch=$("$python" -c 'import torch; print(tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5))' 2>/dev/null || true)
+if [[ ! -x .venv/bin/python ]]; then
+    echo "set-up: making .venv"
+    # A torch that is there already (a GPU build, say) is used as it is.
+    if [[ -z ${TORCH_SPEC:-} && $has_torch == True ]]; then "$python" -m venv --system-site-packages .venv; else "$python" -m venv .venv; fi
+fi
+pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+    echo "set-up: installing ${TORCH_SPEC:=torch==2.13.0} (minutes)"
+    # shellcheck disable=SC2086  # words on purpose
+    pip install $TORCH_SPEC
+fi
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+grep -v '^torch==' constraints.txt >"$constraints" # torch is chosen above
+echo "set-up: installing sparseattn and its notebooks, dev extras (minutes)"
+pip install -c "$constraints" -e '.[notebooks,dev]'
+hep=$(sed -n 's/^hep_requirements *= *//p' settings.ini)
+# shellcheck disable=SC2086
+pip install -c "$constraints" --only-binary=:all: $hep 2>/dev/null ||
+    echo "set-up: no binary wheel of $hep for this machine; notebooks use the events in the repository instead"
+if [[ ${1:-} != --no-export ]]; then .venv/bin/nbdev-export; fi
+echo "$want" >"$stamp"
+echo "set-up: done"

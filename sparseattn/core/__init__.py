@@ -1,0 +1,1 @@
+"""What all mechanisms share: dense attention, patterns, kernels, the encoder."""

@@ -1,0 +1,5 @@
+"""HEPT, the LSH-based efficient point transformer (arXiv 2402.12535)."""
+from sparseattn.hept.attention import HEPTAttention, hept_attention
+from sparseattn.hept.tradeoff import collision_probability
+
+__all__ = ["HEPTAttention", "collision_probability", "hept_attention"]

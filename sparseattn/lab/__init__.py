@@ -1,0 +1,1 @@
+"""Running, training, measuring and reporting; needs the `notebooks` extra."""

@@ -1,0 +1,108 @@
+"""Fixtures for the tests of the collection: a small collection of notebooks in a folder of its own, and this one, executed."""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(ROOT / "workflow"))
+
+HELPERS = """#| export
+import csv, json
+from pathlib import Path
+
+
+def finish(stem, scale, value):
+    "A table, a claim and run.json, as sparseattn.lab.run leaves them."
+    folder = Path("build") / scale / "figures" / stem
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.csv").write_text(f"value,scale\\n{value},{scale}\\n")
+    (folder / "claims.csv").write_text(f"id,statement,verdict,notebook\\nX-{stem},value is {value},holds,{stem}\\n")
+    (folder / "run.json").write_text(json.dumps(dict(scale=scale, device="cpu")))"""
+
+COLLECTION = {
+    "core/00_tools": ["#| default_exp core.tools", HELPERS],
+    "data/10_numbers": ["#| default_exp data.numbers", "#| export\ndef number():\n    return 3"],
+    "hept/30_one": [("parameters", 'scale = "smoke"'), "from sparseattn.core.tools import finish", "print('one')\n1 + 1",
+                    "finish('30_one', scale, 1)"],
+    "hept/31_two": [("parameters", 'scale = "smoke"'),
+                    "from sparseattn.core.tools import finish\nfrom sparseattn.data.numbers import number",
+                    "number()", "finish('31_two', scale, number())"],
+    "atlas/92_claims": [("parameters", 'scale = "smoke"'), "from pathlib import Path\nfrom sparseattn.core.tools import finish",
+                        "finish('92_claims', scale, 0)\nhere = Path('build') / scale / 'figures'\n"
+                        "rows = [p.read_text().splitlines()[1] for p in sorted(here.glob('*/claims.csv')) if p.parent.name != '92_claims']\n"
+                        "(here / '92_claims/claims.csv').unlink()\n"
+                        "(here / '92_claims/ledger.csv').write_text('\\n'.join(['id,statement,verdict,notebook', *rows, '']))\n"
+                        "(here / '92_claims/readme.md').write_text(f'{len(rows)} claims\\n')"],
+}
+
+
+class Collection:
+    """A copy of the workflow with a few notebooks that run in seconds."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        shutil.copytree(ROOT / "workflow", root / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "settings.ini"):
+            shutil.copy(ROOT / name, root / name)
+        (root / "README.md").write_text("# Small\n\n<!-- ledger:begin -->\nold\n<!-- ledger:end -->\nend\n")
+        (root / "sparseattn").mkdir()
+        (root / "sparseattn/__init__.py").write_text('__version__ = "0"\n')
+        for key, cells in COLLECTION.items():
+            self.write(key, cells)
+
+    def write(self, key: str, cells: list) -> None:
+        """Write a notebook; a cell is its source, or (tag, source)."""
+        made = [dict(cell_type="markdown", id="title000", metadata={}, source=[f"# {key}\n", "\n", "> A page."])]
+        for number, cell in enumerate(cells):
+            tag, source = cell if isinstance(cell, tuple) else ("", cell)
+            made.append(dict(cell_type="code", id=hashlib.sha1(f"{number}".encode()).hexdigest()[:8], execution_count=None, outputs=[],
+                             metadata={"tags": [tag]} if tag else {}, source=source.splitlines(keepends=True)))
+        kernel = dict(display_name="python3", language="python", name="python3")
+        path = self.root / f"nbs/{key}.ipynb"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        notebook = dict(cells=made, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
+        path.write_text(json.dumps(notebook, indent=1, sort_keys=True) + "\n")
+
+    def command(self, *options: str) -> list[str]:
+        """The command line of a reproduction."""
+        return [sys.executable, str(self.root / "workflow/reproduce.py"), "--cores", "2", *options]
+
+    def run(self, *options: str) -> subprocess.CompletedProcess:
+        """Reproduce."""
+        return subprocess.run(self.command(*options), capture_output=True, text=True, timeout=300)
+
+    def times(self, scale: str = "smoke") -> dict[str, int]:
+        """When each product was written."""
+        build = self.root / "build" / scale
+        found = [*build.glob("figures/*/run.json"), *build.glob("executed/**/*.done")]
+        return {p.relative_to(build).as_posix(): p.stat().st_mtime_ns for p in found}
+
+
+@pytest.fixture
+def collection(tmp_path) -> Collection:
+    """A small collection in an empty folder."""
+    return Collection(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Collection:
+    """A small collection that has been run at smoke scale; leave it as it is."""
+    small = Collection(tmp_path_factory.mktemp("finished"))
+    small.first = small.run()
+    return small
+
+
+@pytest.fixture(scope="session")
+def executed() -> subprocess.CompletedProcess:
+    """Every notebook of this collection, executed at smoke scale by the command's own workflow; what is up to date is not run again."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    return subprocess.run([sys.executable, str(ROOT / "workflow/reproduce.py"), "--no-export"], cwd=ROOT, env=environment, capture_output=True, text=True)

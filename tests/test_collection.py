@@ -1,0 +1,556 @@
+"""The collection: every notebook executes, derived files are in sync, the commands do what they say."""
+from __future__ import annotations
+
+import ast
+import csv
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+import zipfile
+from configparser import ConfigParser
+from importlib import metadata
+from pathlib import Path
+
+import graph
+import publish
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = graph.find_notebooks(ROOT)
+BIN = Path(sys.executable).parent
+PAPERS = {"hept", "sbm", "sampled", "pat", "samsa", "baselines"}
+each_notebook = pytest.mark.parametrize("notebook", NOTEBOOKS.values(), ids=list(NOTEBOOKS))
+
+
+def stored(notebook: graph.Notebook) -> dict:
+    """The notebook's JSON."""
+    return json.loads((ROOT / notebook.path).read_text(encoding="utf-8"))
+
+
+def settings() -> dict[str, str]:
+    """settings.ini."""
+    config = ConfigParser(delimiters=["="])
+    config.read(ROOT / "settings.ini", encoding="utf-8")
+    return dict(config["DEFAULT"])
+
+
+def tree(*folders: Path) -> dict[str, bytes]:
+    """Every file below the folders."""
+    skip = ("__pycache__", ".ipynb_checkpoints")
+    return {p.as_posix(): p.read_bytes() for f in folders for p in sorted(f.rglob("*")) if p.is_file() and not set(skip) & set(p.parts)}
+
+
+# ---- the notebooks
+
+
+@each_notebook
+def test_executes(notebook, executed):
+    log = ROOT / notebook.log("smoke")
+    if not (ROOT / notebook.product("smoke")).exists():
+        pytest.fail(log.read_text(encoding="utf-8") if log.exists() else f"not run; the reproduction said:\n{executed.stdout[-3000:]}", pytrace=False)
+    assert json.loads(log.with_suffix(".json").read_text(encoding="utf-8"))["status"] == "done"
+
+
+def test_reproduction_ends_well_with_a_page(executed):
+    assert executed.returncode == 0, executed.stdout[-3000:] + executed.stderr[-1000:]
+    page = (ROOT / "build/smoke/index.html").read_text(encoding="utf-8")
+    for notebook in NOTEBOOKS.values():
+        assert f'href="html/{notebook.key}.html"' in page and (ROOT / f"build/smoke/html/{notebook.key}.html").exists()
+    for link in re.findall(r'(?:href|src)="([^"#:]+)"', page):
+        assert (ROOT / "build/smoke" / link).exists(), link
+
+
+@each_notebook
+def test_kernel_and_cell_ids(notebook):
+    content = stored(notebook)
+    assert content["metadata"]["kernelspec"]["name"] == "python3"
+    ids = [cell["id"] for cell in content["cells"]]
+    assert len(set(ids)) == len(ids)
+    tags = [tag for _, tags, _ in notebook.cells for tag in tags.split()]
+    assert "injected-parameters" not in tags
+
+
+@each_notebook
+def test_parameters_cell(notebook):
+    """One cell of literals, with the scale, in every notebook that starts a run; lab/ only shows how that works."""
+    source = "\n".join(s for kind, _, s in notebook.cells if kind == "code")
+    starts = notebook.chapter != "lab" and re.search(r"\bstart\(", source)
+    cells = [s for _, tags, s in notebook.cells if "parameters" in tags.split()]
+    assert len(cells) == bool(starts)
+    for cell in cells:
+        body = ast.parse(cell).body
+        values = {node.targets[0].id: ast.literal_eval(node.value) for node in body}  # raises for anything but literals
+        assert values["scale"] == "smoke"
+        assert "run.finish()" in source and re.search(rf"start\(\s*[\"']{notebook.stem}[\"']", source)
+
+
+@each_notebook
+def test_stored_outputs(notebook):
+    """No traceback, no path of anybody's machine."""
+    for number, cell in enumerate(stored(notebook)["cells"], 1):
+        publish.check_outputs(f"cell {number}", cell.get("outputs", []))
+        assert cell.get("execution_count") is None
+
+
+@each_notebook
+def test_starts_with_a_title_and_a_sentence(notebook):
+    kind, _, source = notebook.cells[0]
+    assert kind == "markdown" and re.match(r"# .+\n\n> .+[.?!]", source), source[:80]
+
+
+# ---- what is derived from the notebooks
+
+
+def test_export_and_clean_change_nothing(tmp_path):
+    for name in ("nbs", "sparseattn"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    for name in ("pyproject.toml", "settings.ini"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    before = tree(tmp_path / "nbs", tmp_path / "sparseattn")
+    for command in ("nbdev-export", "nbdev-clean"):
+        subprocess.run([BIN / command], cwd=tmp_path, check=True, capture_output=True)
+    after = tree(tmp_path / "nbs", tmp_path / "sparseattn")
+    changed = [Path(p).relative_to(tmp_path).as_posix() for p in sorted(before.keys() | after.keys()) if before.get(p) != after.get(p)]
+    assert not changed
+
+
+def test_no_stale_module():
+    exported = {f"{n.module}" for n in NOTEBOOKS.values() if n.module}
+    generated = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "sparseattn").rglob("*.py")
+                 if "AUTOGENERATED!" in p.read_text(encoding="utf-8")[:300] and p.name != "_modidx.py"}
+    assert exported == generated
+
+
+def _floor(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+@pytest.mark.parametrize("module", sorted(n.module for n in NOTEBOOKS.values() if n.module))
+def test_floors(module):
+    """core imports nothing of ours, the papers import core only, data and lab neither the papers nor each other."""
+    imports = graph.Imports(ROOT)
+    name = imports.file(module)
+    source = (ROOT / name).read_text(encoding="utf-8")
+    tree_ = graph.Notebook(name, "", "", "", "", None, False, (("code", "", _absolute(source, module)),))
+    floor, used = _floor(module), {_floor(m) for m in imports.of(tree_)} - {""}
+    allowed = {floor} | ({"core"} if floor in PAPERS | {"data", "lab"} else set())
+    assert used <= allowed, f"{module} imports {sorted(used - allowed)}"
+
+
+def _absolute(source: str, module: str) -> str:
+    """Relative imports written out."""
+    parent = module.split(".")[:-1]
+
+    def full(match: re.Match) -> str:
+        up = parent[: len(parent) - len(match[1]) + 1]
+        return f"from {'.'.join(up + [match[2]] if match[2] else up)} import"
+
+    return re.sub(r"^from (\.+)([\w.]*) import", full, source, flags=re.M)
+
+
+def test_metadata_agree():
+    ini, nbdev = settings(), tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["nbdev"]
+    for key in ("lib_path", "nbs_path", "tst_flags"):
+        assert nbdev[key] == ini[key]
+    assert nbdev["allowed_cell_metadata_keys"] == ini["allowed_cell_metadata_keys"].split()
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "sparseattn/__init__.py").read_text(encoding="utf-8"), re.M)[1]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert ini["version"] == version == citation["version"]
+    assert len(citation["references"]) == 5
+
+
+def test_constraints_pin_everything():
+    """Every requirement of the extras, and all that those bring, has one exact version that the requirement admits."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    pins = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    todo = [Requirement(text) for key, value in settings().items() if key.endswith("requirements") for text in value.split()]
+    seen = set()
+    while todo:
+        requirement = todo.pop()
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        assert name in pins, f"{requirement} is not pinned"
+        assert requirement.specifier.contains(Version(pins[name]), prereleases=True), f"{requirement} excludes {pins[name]}"
+        if (name, *sorted(requirement.extras)) in seen or name == "torch":
+            continue
+        seen.add((name, *sorted(requirement.extras)))
+        try:
+            below = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            assert name == "pythia8mc"  # the extra that a machine may lack
+            continue
+        for text in below:
+            inner = Requirement(text)
+            if inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in {"", *requirement.extras}):
+                todo.append(inner)
+
+
+def test_workflow_settings_name_notebooks():
+    stems = {n.stem for n in NOTEBOOKS.values()}
+    assert set(publish.settings()["whole_machine"]) <= stems
+
+
+def test_nothing_names_a_private_path():
+    """No file of the repository names the place of a checkout, of an environment or of somebody's home."""
+    private = [str(ROOT) + "/", str(Path.home()) + "/", "/".join(["", "work", "shared"]), "/".join(["", "work", "tmp"])]
+    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split("\n")[:-1] if listed.returncode == 0 else [
+        p for p in tree(ROOT) if not {".venv", "build", ".snakemake", ".git"} & set(Path(p).parts)]
+    for name in names:
+        path = ROOT / name
+        if path.is_file() and path.suffix not in (".png", ".npz", ".gz"):
+            text = path.read_text(encoding="utf-8")
+            assert not [p for p in private if p in text], name
+
+
+# ---- README and the committed results
+
+
+def test_readme_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for command in ("bash scripts/reproduce.sh", "bash scripts/test.sh"):
+        assert command in text and (ROOT / command.split()[1]).exists()
+    assert "bash scripts/test.sh" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+    for path in re.findall(r"\]\(([^)#:]+)\)|src=\"([^\":]+)\"", text):
+        assert (ROOT / (path[0] or path[1])).exists(), path
+
+
+needs_results = pytest.mark.skipif(not (ROOT / "figures/MANIFEST.json").exists(), reason="no results have been committed yet")
+
+
+@needs_results
+def test_readme_block():
+    config = publish.settings()
+    block = (ROOT / "figures" / config["ledger"] / config["ledger_readme"]).read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert publish.with_block(text, block) == text
+
+
+@needs_results
+def test_manifest():
+    assert (ROOT / "figures/MANIFEST.json").read_text(encoding="utf-8") == publish.manifest(ROOT / "figures")
+
+
+@needs_results
+def test_ledger():
+    """figures/claims.csv holds the claims of all notebooks, each once."""
+    ledger = list(csv.DictReader((ROOT / "figures/claims.csv").open(newline="", encoding="utf-8")))
+    parts = [row for p in (ROOT / "figures").glob("*/claims.csv") for row in csv.DictReader(p.open(newline="", encoding="utf-8"))]
+    ids = [row["id"] for row in ledger]
+    assert len(set(ids)) == len(ids)
+    assert {r["id"]: r["verdict"] for r in ledger} == {r["id"]: r["verdict"] for r in parts}
+
+
+@needs_results
+@pytest.mark.parametrize("notebook", [n for n in NOTEBOOKS.values() if n.has_parameters], ids=[k for k, n in NOTEBOOKS.items() if n.has_parameters])
+def test_committed_results(notebook):
+    """Made at a scale worth committing, from the notebook as it is, and complete."""
+    folder = ROOT / "figures" / notebook.stem
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert run["scale"] in graph.SCALES[1:]
+    files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "run.json"}
+    assert files == run["files"]
+    publish.check_folder(folder)
+
+
+# ---- the command
+
+
+def reproduce(*options: str) -> subprocess.CompletedProcess:
+    """scripts/reproduce.sh as a user calls it, with arguments that stop it before anything is installed or run."""
+    return subprocess.run(["bash", "scripts/reproduce.sh", *options], cwd=ROOT, capture_output=True, text=True, env=dict(os.environ, PYTHON=sys.executable))
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--scale", "huge"], "'huge' (choose from"),
+    (["--only", "nix"], "unknown chapter 'nix'; choose one of: "),
+    (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    (["--sca", "cpu"], "unrecognized arguments: --sca"),
+    (["--cores", "0"], "argument --cores"),
+    (["--cores", "two"], "argument --cores"),
+    (["cpu"], "unrecognized arguments: cpu"),
+])
+def test_wrong_arguments(options, message):
+    done = reproduce(*options)
+    assert done.returncode == 2 and message in done.stderr.replace("choose from smoke", "choose from 'smoke")
+    if "nix" in options:
+        assert all(c in done.stderr for c in graph.chapters(NOTEBOOKS))
+
+
+def test_help_names_scales():
+    done = reproduce("--help")
+    assert done.returncode == 0 and all(s in done.stdout for s in graph.SCALES)
+
+
+def test_dry_run_shows_the_plan_and_runs_nothing(collection):
+    done = collection.run("--dry-run")
+    assert done.returncode == 0
+    for key in graph.find_notebooks(collection.root):
+        assert key in done.stdout
+    assert not collection.times()
+    done = collection.run("--dry-run", "--only", "hept", "--scale", "cpu")
+    assert "hept/30_one" in done.stdout and "atlas/92_claims" in done.stdout and "core/00_tools" not in done.stdout
+    assert not (collection.root / "figures").exists()
+
+
+def test_smoke_run_shows_progress_and_leaves_the_tree_alone(finished):
+    assert finished.first.returncode == 0, finished.first.stdout
+    assert re.search(r"hept/31_two done in \d+ s  \(\d of 6\)", finished.first.stdout)
+    assert set(finished.times()) == {"figures/30_one/run.json", "figures/31_two/run.json", "figures/92_claims/run.json",
+                                     "executed/core/00_tools.done", "executed/data/10_numbers.done"}
+    assert not (finished.root / "figures").exists()
+    assert "old" in (finished.root / "README.md").read_text()
+    assert '"outputs": []' in (finished.root / "nbs/hept/30_one.ipynb").read_text()
+    page = (finished.root / "build/smoke/index.html").read_text()
+    assert "Ledger: 2 claims" in page and 'id="failed"' not in page
+
+
+def test_second_run_does_nothing(finished):
+    before = finished.times()
+    assert finished.run().returncode == 0
+    assert finished.times() == before
+
+
+def test_data_notebook_runs_before_its_users(finished):
+    times = finished.times()
+    assert times["executed/data/10_numbers.done"] < times["figures/31_two/run.json"] < times["figures/92_claims/run.json"]
+
+
+def test_fingerprints_follow_imports(collection):
+    """A notebook depends on the modules it imports, through others too, on the names a package re-exports, and on nothing else."""
+    package = collection.root / "sparseattn"
+    for name, text in {
+        "core/__init__.py": "", "core/base.py": "x = 1", "core/other.py": "y = 2", "hept/__init__.py": "from .attention import layer",
+        "hept/attention.py": "from ..core.base import x\nlayer = x", "hept/files/small.npz": "data", "hept/reader.py": "name = 'small.npz'",
+        "__init__.py": "from .hept.attention import layer\nfrom .core import other",
+    }.items():
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text(text)
+
+    def used(source: str) -> set[str]:
+        collection.write("hept/39_x", ["%matplotlib inline\n" + source])
+        notebook = graph.read_notebook(collection.root, Path("nbs/hept/39_x.ipynb"))
+        found = graph.fingerprint(collection.root, notebook, graph.Imports(collection.root))
+        return {p.removeprefix("sparseattn/") for p in found} - {"nbs/hept/39_x.ipynb"}
+
+    assert used("import math") == set()
+    assert used("from sparseattn.core.base import x") == {"core/base.py"}
+    assert used("from sparseattn.core import base") == {"core/base.py"}
+    assert used("from sparseattn.hept import layer") == {"hept/attention.py", "core/base.py"}
+    assert used("from sparseattn import layer") == {"hept/attention.py", "core/base.py"}
+    assert used("from sparseattn.hept.reader import name") == {"hept/reader.py", "hept/files/small.npz"}
+    assert used("import sparseattn") >= {"hept/attention.py", "core/other.py", "core/base.py"}
+    assert used("from sparseattn.core.base import x\nthis is not python") == {"core/base.py"}
+
+
+def test_change_runs_only_what_depends_on_it(finished, tmp_path):
+    root = tmp_path / "copy"
+    shutil.copytree(finished.root, root)
+    moved = type(finished).__new__(type(finished))
+    moved.root = root
+    before = moved.times()
+    path = root / "nbs/data/10_numbers.ipynb"
+    path.write_text(path.read_text().replace("return 3", "return 4"))
+    assert moved.run().returncode == 0
+    changed = {name for name, when in moved.times().items() if when != before[name]}
+    assert changed == {"executed/data/10_numbers.done", "figures/31_two/run.json", "figures/92_claims/run.json"}
+    assert "4,smoke" in (root / "build/smoke/figures/31_two/table.csv").read_text()
+
+
+def test_failing_notebooks(collection):
+    """They leave an executed copy and a short error, the rest goes on, the page says so, and the exit status is not zero."""
+    parameters = ("parameters", 'scale = "smoke"')
+    collection.write("hept/32_bad", [parameters, "def f(a):\n    return 1 / a", "print('before')\nf(0)\nprint('after')"])
+    collection.write("hept/33_dies", ["import os", "os.kill(os.getpid(), 9)"])
+    collection.write("hept/34_noscale", [("parameters", "size = 3")])
+    collection.write("hept/35_nofinish", [parameters])
+    done = collection.run("--only", "hept")
+    assert done.returncode == 1
+    assert "nbs/hept/32_bad.ipynb, cell 4" in done.stdout and ">   2 | f(0)" in done.stdout and "ZeroDivisionError: division by zero" in done.stdout
+    assert "nbs/hept/33_dies.ipynb, cell 3" in done.stdout and "DeadKernelError" in done.stdout
+    assert "34_noscale.ipynb does not declare `scale`" in done.stdout and "run.finish()" in done.stdout
+    assert "Traceback" not in done.stdout and len(done.stdout.splitlines()) < 60
+    build = collection.root / "build/smoke"
+    assert "before" in (build / "executed/hept/32_bad.ipynb").read_text()
+    assert "ZeroDivisionError" in (build / "log/hept/32_bad.txt").read_text()
+    assert set(collection.times()) == {"figures/30_one/run.json", "figures/31_two/run.json"}
+    page = (build / "index.html").read_text()
+    assert "4 failed" in page and "division by zero" in page
+    for bad in ("32_bad", "33_dies", "34_noscale", "35_nofinish"):
+        (collection.root / f"nbs/hept/{bad}.ipynb").unlink()
+    before = collection.times()
+    done = collection.run("--only", "hept")
+    assert done.returncode == 0 and "failed" not in (build / "index.html").read_text().split("<main>")[1]
+    assert before.items() <= collection.times().items()
+
+
+def test_kill_and_go_on(collection):
+    """After a kill nothing is left running, and a second run does only what is missing."""
+    collection.write("hept/32_slow", [("parameters", 'scale = "smoke"'), "import os, time\nfrom pathlib import Path\nPath('pid').write_text(str(os.getpid()))",
+                                      "if not Path('fast').exists(): time.sleep(120)", "from sparseattn.core.tools import finish\nfinish('32_slow', scale, 2)"])
+    process = subprocess.Popen(collection.command("--only", "hept"), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    expected = {"figures/30_one/run.json", "figures/31_two/run.json"}
+    kernel = collection.root / "pid"
+    _wait(lambda: set(collection.times()) == expected and kernel.exists(), 120)
+    second = collection.run("--only", "hept")
+    assert second.returncode == 1 and "another reproduction is running" in second.stderr
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _wait(lambda: not Path(f"/proc/{kernel.read_text()}").exists(), 30)
+    before = collection.times()
+    (collection.root / "fast").touch()
+    done = collection.run("--only", "hept")
+    assert done.returncode == 0, done.stdout
+    assert before.items() <= collection.times().items() and "hept/32_slow done" in done.stdout and "hept/30_one" not in done.stdout
+
+
+def _wait(condition, seconds: float) -> None:
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, "it did not happen in time"
+        time.sleep(0.2)
+
+
+def test_lock_is_free_after_its_holder(tmp_path):
+    import reproduce as driver
+
+    held = driver.lock(tmp_path)
+    assert driver.lock(tmp_path) is None
+    fcntl.flock(held, fcntl.LOCK_UN)
+    os.close(held)
+    assert driver.lock(tmp_path) is not None
+
+
+# ---- committing results
+
+
+def test_publish(collection):
+    """cpu results go to figures/, nbs/ and README.md; larger scales are kept; touched files are put back; clean finds nothing to do."""
+    root = collection.root
+    ids = [cell["id"] for cell in json.loads((root / "nbs/hept/30_one.ipynb").read_text())["cells"]]
+    (root / "figures/31_two").mkdir(parents=True)
+    (root / "figures/31_two/run.json").write_text('{"scale": "gpu"}')
+    (root / "figures/29_gone").mkdir()
+    done = collection.run("--scale", "cpu")
+    assert done.returncode == 0, done.stdout
+    assert "kept figures/31_two, made at gpu" in done.stdout and not (root / "figures/29_gone").exists()
+    assert (root / "figures/31_two/run.json").read_text() == '{"scale": "gpu"}'
+    assert (root / "figures/30_one/table.csv").read_text() == "value,scale\n1,cpu\n"
+    assert "<!-- ledger:begin -->\n2 claims\n<!-- ledger:end -->\nend" in (root / "README.md").read_text()
+    assert len((root / "figures/claims.csv").read_text().splitlines()) == 3
+    assert (root / "figures/MANIFEST.json").read_text() == publish.manifest(root / "figures")
+
+    content = json.loads((root / "nbs/hept/30_one.ipynb").read_text())
+    assert [cell["id"] for cell in content["cells"]] == ids
+    assert content["cells"][1]["metadata"] == {"tags": ["parameters"]} and content["metadata"].keys() == {"kernelspec"}
+    assert [o["output_type"] for o in content["cells"][3]["outputs"]] == ["stream", "execute_result"]
+    before = tree(root / "nbs")
+    subprocess.run([BIN / "nbdev-clean"], cwd=root, check=True)
+    assert tree(root / "nbs") == before
+
+    (root / "figures/30_one/table.csv").unlink()
+    times = collection.times("cpu")
+    assert collection.run("--scale", "cpu").returncode == 0
+    assert (root / "figures/30_one/table.csv").exists() and collection.times("cpu") == times
+
+
+@pytest.mark.parametrize("source, reason", [
+    ("print('/home/' + 'somebody/data')", "path of this machine"),
+    ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    import traceback; traceback.print_exc()", "traceback"),
+])
+def test_publish_refuses(collection, source, reason):
+    """Nothing is written when an output must not be committed."""
+    collection.write("hept/30_one", [("parameters", 'scale = "smoke"'), "from sparseattn.core.tools import finish", source, "finish('30_one', scale, 1)"])
+    (collection.root / "nbs/hept/31_two.ipynb").unlink()
+    before = tree(collection.root / "nbs")
+    done = collection.run("--scale", "cpu", "--only", "hept")
+    assert done.returncode == 1
+    assert "not published: nbs/hept/30_one.ipynb, cell 4" in done.stdout and reason in done.stdout
+    assert tree(collection.root / "nbs") == before and not (collection.root / "figures").exists()
+
+
+def test_absolute_paths():
+    assert publish.absolute_paths("saved to /home/me/x.png") and publish.absolute_paths(r"C:\Users") and publish.absolute_paths('File "/usr/lib/x.py"')
+    for fine in ("build/work/x", "https://example.org/home/me", "a/b", "1/2", "n/work", "</work>", "$/$"):
+        assert not publish.absolute_paths(fine), fine
+
+
+def test_readme_needs_its_markers():
+    with pytest.raises(publish.Refused, match="once each"):
+        publish.with_block("no markers", "text")
+
+
+def test_cluster_profile(collection):
+    """The SLURM profile is one that Snakemake accepts; its executor is a plugin, so the plan alone is made here."""
+    profile = yaml.safe_load((ROOT / "workflow/profiles/slurm/config.yaml").read_text())
+    assert profile.pop("executor") == "slurm"
+    rules = {n.rule for n in NOTEBOOKS.values()}
+    assert set(profile.pop("set-resources")) <= rules
+    folder = collection.root / "profile"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(profile))
+    command = [sys.executable, "-m", "snakemake", "-s", "workflow/Snakefile", "--profile", "profile", "--dry-run", "--config", "scale=gpu", "cores=8"]
+    done = subprocess.run(command, cwd=collection.root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "rule hept_31_two" in done.stdout + done.stderr and "mem_mb=16000" in done.stdout + done.stderr
+
+
+# ---- the package
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory) -> Path:
+    """A wheel, made from the source distribution, made from a copy of the tree."""
+    place = tmp_path_factory.mktemp("dist")
+    keep = shutil.ignore_patterns(".venv", ".git", "build", "dist", "nbs", "figures", ".snakemake", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, place / "tree", ignore=keep)
+    done = subprocess.run([sys.executable, "-m", "build", "--outdir", place / "out", place / "tree"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return place / "out"
+
+
+def test_source_distribution(distributions):
+    with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt"} <= names
+
+
+def test_wheel(distributions):
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as archive:
+        names = set(archive.namelist())
+        description = archive.read(next(n for n in names if n.endswith("METADATA"))).decode()
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "sparseattn").rglob("*") if p.is_file() and p.suffix in (".py", ".npz")}
+    assert modules <= names
+    assert all(n.startswith("sparseattn") for n in names)
+    required = [Requirement(line.partition(": ")[2]) for line in description.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert {r.name for r in required} == {"torch", "numpy", "scipy", "jaxtyping"}
+    assert f"Version: {settings()['version']}" in description
+
+
+def test_wheel_imports_and_runs(distributions, tmp_path):
+    """Installed alone in an empty folder, the package works and imports nothing of the extras."""
+    wheel = next(distributions.glob("*.whl"))
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, wheel], check=True)
+    code = """
+import sys
+import sparseattn, torch
+assert sparseattn.__file__.startswith(sys.argv[1]), sparseattn.__file__
+assert not {"matplotlib", "pandas", "sklearn", "nbdev", "seaborn", "tqdm", "IPython"} & set(sys.modules)
+layer = sparseattn.HEPTAttention(16, 2, coord_dims=2)
+out = layer(torch.randn(1, 257, 16), torch.randn(1, 257, 2))
+assert out.shape == (1, 257, 16) and torch.isfinite(out).all()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
