@@ -20,7 +20,7 @@ if [[ ! -x .venv/bin/python ]]; then
     # A torch that is there already (a GPU build, say) is used as it is.
     if [[ -z ${TORCH_SPEC:-} && $has_torch == True ]]; then "$python" -m venv --system-site-packages .venv; else "$python" -m venv .venv; fi
 fi
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     echo "set-up: installing ${TORCH_SPEC:=torch==2.13.0} (minutes)"

@@ -1,4 +1,5 @@
-"""Fixtures for the tests of the collection: a small collection of notebooks in a folder of its own, and this one, executed."""
+"""Fixtures for the tests of the collection: a small one in a folder of its own, and this one, executed."""
+
 from __future__ import annotations
 
 import hashlib
@@ -31,17 +32,27 @@ def finish(stem, scale, value):
 COLLECTION = {
     "core/00_tools": ["#| default_exp core.tools", HELPERS],
     "data/10_numbers": ["#| default_exp data.numbers", "#| export\ndef number():\n    return 3"],
-    "hept/30_one": [("parameters", 'scale = "smoke"'), "from sparseattn.core.tools import finish", "print('one')\n1 + 1",
-                    "finish('30_one', scale, 1)"],
-    "hept/31_two": [("parameters", 'scale = "smoke"'),
-                    "from sparseattn.core.tools import finish\nfrom sparseattn.data.numbers import number",
-                    "number()", "finish('31_two', scale, number())"],
-    "atlas/92_claims": [("parameters", 'scale = "smoke"'), "from pathlib import Path\nfrom sparseattn.core.tools import finish",
-                        "finish('92_claims', scale, 0)\nhere = Path('build') / scale / 'figures'\n"
-                        "rows = [p.read_text().splitlines()[1] for p in sorted(here.glob('*/claims.csv')) if p.parent.name != '92_claims']\n"
-                        "(here / '92_claims/claims.csv').unlink()\n"
-                        "(here / '92_claims/ledger.csv').write_text('\\n'.join(['id,statement,verdict,notebook', *rows, '']))\n"
-                        "(here / '92_claims/readme.md').write_text(f'{len(rows)} claims\\n')"],
+    "hept/30_one": [
+        ("parameters", 'scale = "smoke"'),
+        "from sparseattn.core.tools import finish",
+        "print('one')\n1 + 1",
+        "finish('30_one', scale, 1)",
+    ],
+    "hept/31_two": [
+        ("parameters", 'scale = "smoke"'),
+        "from sparseattn.core.tools import finish\nfrom sparseattn.data.numbers import number",
+        "number()",
+        "finish('31_two', scale, number())",
+    ],
+    "atlas/92_claims": [
+        ("parameters", 'scale = "smoke"'),
+        "from pathlib import Path\nfrom sparseattn.core.tools import finish",
+        "finish('92_claims', scale, 0)\nhere = Path('build') / scale / 'figures'\n"
+        "rows = [p.read_text().splitlines()[1] for p in sorted(here.glob('3*/claims.csv'))]\n"
+        "(here / '92_claims/claims.csv').unlink()\n"
+        "(here / '92_claims/ledger.csv').write_text('\\n'.join(['id,statement,verdict,notebook', *rows, '']))\n"
+        "(here / '92_claims/readme.md').write_text(f'{len(rows)} claims\\n')",
+    ],
 }
 
 
@@ -64,13 +75,35 @@ class Collection:
         made = [dict(cell_type="markdown", id="title000", metadata={}, source=[f"# {key}\n", "\n", "> A page."])]
         for number, cell in enumerate(cells):
             tag, source = cell if isinstance(cell, tuple) else ("", cell)
-            made.append(dict(cell_type="code", id=hashlib.sha1(f"{number}".encode()).hexdigest()[:8], execution_count=None, outputs=[],
-                             metadata={"tags": [tag]} if tag else {}, source=source.splitlines(keepends=True)))
+            made.append(
+                dict(
+                    cell_type="code",
+                    id=hashlib.sha1(f"{number}".encode()).hexdigest()[:8],
+                    execution_count=None,
+                    outputs=[],
+                    metadata={"tags": [tag]} if tag else {},
+                    source=source.splitlines(keepends=True),
+                )
+            )
         kernel = dict(display_name="python3", language="python", name="python3")
         path = self.root / f"nbs/{key}.ipynb"
         path.parent.mkdir(parents=True, exist_ok=True)
         notebook = dict(cells=made, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
         path.write_text(json.dumps(notebook, indent=1, sort_keys=True) + "\n")
+
+    def copy(self, root: Path) -> Collection:
+        """The same in another folder, file times kept."""
+        shutil.copytree(self.root, root)
+        other = Collection.__new__(Collection)
+        other.root = root
+        return other
+
+    def edit(self, key: str, old: str, new: str) -> None:
+        """Replace a text in a notebook."""
+        path = self.root / f"nbs/{key}.ipynb"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
 
     def command(self, *options: str) -> list[str]:
         """The command line of a reproduction."""
@@ -81,10 +114,9 @@ class Collection:
         return subprocess.run(self.command(*options), capture_output=True, text=True, timeout=300)
 
     def times(self, scale: str = "smoke") -> dict[str, int]:
-        """When each product was written."""
-        build = self.root / "build" / scale
-        found = [*build.glob("figures/*/run.json"), *build.glob("executed/**/*.done")]
-        return {p.relative_to(build).as_posix(): p.stat().st_mtime_ns for p in found}
+        """When each notebook succeeded."""
+        build = self.root / "build" / scale / "executed"
+        return {p.relative_to(build).as_posix().split(".")[0]: p.stat().st_mtime_ns for p in build.rglob("*.done")}
 
 
 @pytest.fixture
@@ -103,6 +135,12 @@ def finished(tmp_path_factory) -> Collection:
 
 @pytest.fixture(scope="session")
 def executed() -> subprocess.CompletedProcess:
-    """Every notebook of this collection, executed at smoke scale by the command's own workflow; what is up to date is not run again."""
+    """Every notebook of this collection, executed at smoke scale as the command does it; what is up to date stays."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    return subprocess.run([sys.executable, str(ROOT / "workflow/reproduce.py"), "--no-export"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "workflow/reproduce.py"), "--no-export"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )

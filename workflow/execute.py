@@ -1,10 +1,11 @@
 """Execute one notebook with papermill and say shortly what went wrong.
 
-    python workflow/execute.py hept/30_tradeoff --scale smoke --threads 1
+    python workflow/execute.py hept/30_tradeoff --scale smoke
 
-Leaves build/<scale>/executed/<key>.ipynb (also when the notebook fails), build/<scale>/log/<key>.txt (the readable error) and
-build/<scale>/log/<key>.json (status and seconds). Lines that start with `MARK` are meant for people.
+Leaves build/<scale>/executed/<key>.ipynb (also when the notebook fails), build/<scale>/log/<key>.txt (the readable
+error) and build/<scale>/log/<key>.json (status and seconds). Lines that start with `MARK` are meant for people.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -56,29 +57,43 @@ def execute(root: Path, notebook: graph.Notebook, scale: str, timeout: int | Non
 
     output = root / notebook.executed(scale)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.unlink(missing_ok=True)
+    stamps = (root / notebook.stamp(scale, "x")).parent.glob(f"{notebook.stem}.*")
+    for old in (output, root / notebook.done(scale), *stamps):
+        old.unlink(missing_ok=True)
     shutil.rmtree(root / f"build/{scale}/figures/{notebook.stem}", ignore_errors=True)
     try:
         papermill.execute_notebook(
-            str(root / notebook.path), str(output), parameters=parameters(notebook, scale), kernel_name="python3",
-            cwd=str(root), progress_bar=False, execution_timeout=timeout, start_timeout=300,
+            str(root / notebook.path),
+            str(output),
+            parameters=parameters(notebook, scale),
+            kernel_name="python3",
+            cwd=str(root),
+            progress_bar=False,
+            execution_timeout=timeout,
+            start_timeout=300,
         )
     except Exception as error:  # whatever it is: the copy and a readable line are left, the other notebooks go on
         return describe(error, notebook, output)
-    product = root / notebook.product(scale)
-    if notebook.has_parameters and not product.exists():
-        return f"{notebook.path}\n  has a parameters cell but wrote no {notebook.product(scale)}: does it end with run.finish()?"
-    if not notebook.has_parameters:
-        product.touch()
+    if notebook.has_parameters and not (root / notebook.run_json(scale)).exists():
+        missing = notebook.run_json(scale)
+        return f"{notebook.path}\n  has a parameters cell but wrote no {missing}: does it end with run.finish()?"
     return ""
 
 
 def describe(error: Exception, notebook: graph.Notebook, executed: Path) -> str:
     """What failed, where: notebook, cell, line, exception. A dozen lines, not a traceback."""
     cells = _cells(executed)
-    started = [i for i, c in enumerate(cells) if c["cell_type"] == "code" and c["metadata"].get("papermill", {}).get("start_time")]
-    at = next((i for i in started if _failed(cells[i])), started[-1] if started else None)  # a dead kernel leaves no error output
-    what = f"{getattr(error, 'ename', type(error).__name__)}: {ANSI.sub('', str(getattr(error, 'evalue', error))).strip()}"
+    started = [
+        i
+        for i, c in enumerate(cells)
+        if c["cell_type"] == "code" and c["metadata"].get("papermill", {}).get("start_time")
+    ]
+    at = next(
+        (i for i in started if _failed(cells[i])), started[-1] if started else None
+    )  # a dead kernel leaves no error output
+    what = (
+        f"{getattr(error, 'ename', type(error).__name__)}: {ANSI.sub('', str(getattr(error, 'evalue', error))).strip()}"
+    )
     what = _shorten(what.rstrip(": "), 12)
     if at is None:
         return f"{notebook.path}\n  {what}"
@@ -110,7 +125,9 @@ def _cells(executed: Path) -> list[dict]:
 
 def _failed(cell: dict) -> bool:
     """The cell left an error output."""
-    return cell["metadata"]["papermill"].get("status") == "failed" or any(o["output_type"] == "error" for o in cell["outputs"])
+    return cell["metadata"]["papermill"].get("status") == "failed" or any(
+        o["output_type"] == "error" for o in cell["outputs"]
+    )
 
 
 def _own_number(cells: list[dict], at: int) -> int:
@@ -128,7 +145,9 @@ def _heading(cells: list[dict], at: int) -> str:
 def _shorten(text: str, lines: int) -> str:
     parts = text.splitlines() or [""]
     kept = [p[:200] for p in parts[:lines]]
-    return "\n  ".join(kept + ([f"... {len(parts) - lines} more lines in the executed copy"] if len(parts) > lines else []))
+    return "\n  ".join(
+        kept + ([f"... {len(parts) - lines} more lines in the executed copy"] if len(parts) > lines else [])
+    )
 
 
 def leave_with_parent() -> None:
@@ -154,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="execute one notebook with papermill")
     parser.add_argument("key", help="hept/30_tradeoff")
     parser.add_argument("--scale", choices=graph.SCALES, default="smoke")
+    parser.add_argument("--digest", help="hash of what the notebook depends on, for its stamp; default: computed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout", type=int, default=None, help="seconds a cell may take")
     parser.add_argument("--root", type=Path, default=Path.cwd())
@@ -168,14 +188,29 @@ def main(argv: list[str] | None = None) -> int:
     graph.write_text(log, "running\n")
     say(f"{notebook.key} started")
     began = time.time()
+    sources = graph.fingerprint(root, notebook, graph.Imports(root))
     error = execute(root, notebook, args.scale, args.timeout)
     seconds = round(time.time() - began, 1)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // (1024 if sys.platform != "darwin" else 1024**2)
-    status = dict(status="failed" if error else "done", seconds=seconds, threads=args.threads, peak_mib=peak, error=error)
+    status = dict(
+        finished=time.time(),
+        status="failed" if error else "done",
+        seconds=seconds,
+        threads=args.threads,
+        peak_mib=peak,
+        error=error,
+    )
     graph.write_text(log.with_suffix(".json"), json.dumps(status, indent=1) + "\n")
     graph.write_text(log, (error or f"done in {seconds} s") + "\n")
-    say(f"{notebook.key} FAILED after {seconds:.0f} s\n{error}\n  executed as far as it came: {notebook.executed(args.scale)}"
-        if error else f"{notebook.key} done in {seconds:.0f} s")
+    if not error:
+        graph.write_text(root / notebook.done(args.scale), json.dumps(dict(status, sources=sources), indent=1) + "\n")
+        graph.write_text(root / notebook.stamp(args.scale, args.digest or graph.digest(sources)), "")
+    say(
+        f"{notebook.key} FAILED after {seconds:.0f} s\n{error}\n"
+        f"  executed as far as it came: {notebook.executed(args.scale)}"
+        if error
+        else f"{notebook.key} done in {seconds:.0f} s"
+    )
     return int(bool(error))
 
 

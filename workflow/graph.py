@@ -1,10 +1,11 @@
 """Which notebooks there are, and which files each of them depends on.
 
-Everything is read from the sources (JSON and `ast`); nothing is imported or executed. A notebook depends on its own cells, on the
-modules of the package that it imports, directly or through other modules, and on the data files those modules name. A package's
-`__init__.py` counts only for the names that are taken from it: `from sparseattn.core.attention import x` does not depend on
-everything that `sparseattn/__init__.py` re-exports.
+Everything is read from the sources (JSON and `ast`); nothing is imported or executed. A notebook depends on its own
+cells, on the modules of the package that it imports, directly or through other modules, and on the data files those
+modules name. A package's `__init__.py` counts only for the names that are taken from it: `from
+sparseattn.core.attention import x` does not depend on everything that `sparseattn/__init__.py` re-exports.
 """
+
 from __future__ import annotations
 
 import ast
@@ -33,11 +34,21 @@ class Notebook:
     has_parameters: bool  #: has a cell tagged `parameters`, so it writes build/<scale>/figures/<stem>/run.json
     cells: tuple[tuple[str, str, str], ...]  #: (cell type, tags, source)
 
-    def product(self, scale: str) -> str:
-        """The file that says: executed, and nothing failed."""
-        if self.has_parameters:
-            return f"build/{scale}/figures/{self.stem}/run.json"
+    def run_json(self, scale: str) -> str:
+        """What a notebook with a parameters cell writes last."""
+        return f"build/{scale}/figures/{self.stem}/run.json"
+
+    def done(self, scale: str) -> str:
+        """Says that the notebook ran without an error; holds the hashes of what it ran on."""
         return f"build/{scale}/executed/{self.key}.done"
+
+    def stamp(self, scale: str, digest: str) -> str:
+        """An empty file whose name says what the notebook ran on: another digest, and it is missing."""
+        return f"build/{scale}/sources/{self.key}.{digest}"
+
+    def products(self, scale: str, digest: str) -> list[str]:
+        """All that must be there for the notebook to be up to date."""
+        return [self.stamp(scale, digest), self.done(scale)] + [self.run_json(scale)] * self.has_parameters
 
     def executed(self, scale: str) -> str:
         """The executed copy; it stays also where the notebook failed."""
@@ -46,10 +57,6 @@ class Notebook:
     def log(self, scale: str) -> str:
         """The readable error, or one line of success."""
         return f"build/{scale}/log/{self.key}.txt"
-
-    def sources(self, scale: str) -> str:
-        """The hashes of everything the notebook depends on."""
-        return f"build/{scale}/sources/{self.key}.json"
 
     @property
     def rule(self) -> str:
@@ -68,8 +75,14 @@ def read_notebook(root: Path, path: Path) -> Notebook:
     export = re.search(r"^#\|\s*default_exp\s+([\w.]+)", text, re.M)
     title = re.search(r"^#\s+(.+)$", "\n".join(s for k, _, s in cells if k == "markdown"), re.M)
     return Notebook(
-        path, key, path.stem, key.rpartition("/")[0], title[1].strip() if title else path.stem,
-        f"{PACKAGE}.{export[1]}" if export else None, any("parameters" in t.split() for _, t, _ in cells), tuple(cells),
+        path,
+        key,
+        path.stem,
+        key.rpartition("/")[0],
+        title[1].strip() if title else path.stem,
+        f"{PACKAGE}.{export[1]}" if export else None,
+        any("parameters" in t.split() for _, t, _ in cells),
+        tuple(cells),
     )
 
 
@@ -166,7 +179,7 @@ class Imports:
             yield module
 
     def _name(self, module: str, name: str) -> Iterator[str]:
-        """`from module import name`: the submodule, the module that a package takes the name from, or the module itself."""
+        """`from module import name`: the submodule, where a package takes the name from, or the module itself."""
         if module.split(".")[0] != PACKAGE:
             return
         if self.file(f"{module}.{name}"):
@@ -190,7 +203,7 @@ class Imports:
 
 
 def _parse(source: str) -> ast.AST:
-    """The syntax tree; IPython's magics are dropped, and of a cell that is not Python only the import lines are read."""
+    """The syntax tree; IPython's magics are dropped; of a cell that is not Python only import lines are read."""
     lines = [line for line in source.splitlines() if not line.lstrip().startswith(("%", "!", "?"))]
     try:
         return ast.parse("\n".join(lines))
@@ -229,15 +242,9 @@ def fingerprint(root: Path, notebook: Notebook, imports: Imports) -> dict[str, s
     return hashes
 
 
-def write_fingerprints(root: Path, notebooks: Iterable[Notebook], scale: str) -> Imports:
-    """Write each notebook's hashes; a file is touched only when its content changes, so that Snakemake can go by its time."""
-    imports = Imports(root)
-    for notebook in notebooks:
-        path = root / notebook.sources(scale)
-        text = json.dumps(fingerprint(root, notebook, imports), indent=1, sort_keys=True) + "\n"
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            write_text(path, text)
-    return imports
+def digest(hashes: dict[str, str]) -> str:
+    """One short hash of a fingerprint."""
+    return _sha256(json.dumps(hashes, sort_keys=True).encode())[:12]
 
 
 def data_notebooks(notebooks: dict[str, Notebook], notebook: Notebook, imports: Imports) -> list[Notebook]:
@@ -246,6 +253,15 @@ def data_notebooks(notebooks: dict[str, Notebook], notebook: Notebook, imports: 
         return []
     used = imports.of(notebook)
     return [n for n in notebooks.values() if n.chapter == "data" and n.module in used]
+
+
+def priority(root: Path, notebook: Notebook) -> int:
+    """Data first, since others wait for it, then what took longest when the committed results were made."""
+    if notebook.chapter == "data":
+        return 100_000
+    run = root / "figures" / notebook.stem / "run.json"
+    seconds = json.loads(run.read_text(encoding="utf-8")).get("seconds", 0) if run.exists() else 0
+    return int(seconds) + notebook.has_parameters
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,9 +2,10 @@
 
     python workflow/page.py --scale smoke
 
-Failed notebooks first, then every figure and table of this run beside the committed one, the rendered notebooks and the ledger. The page
-and what it shows are in build/<scale>/ alone, so the folder can be moved or uploaded as it is.
+Failed notebooks first, then every figure and table of this run beside the committed one, the rendered notebooks and
+the ledger. The page and what it shows are in build/<scale>/ alone, so the folder can be moved or uploaded as it is.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -24,34 +25,7 @@ import publish
 
 ROWS = 60  #: longer tables are cut on the page, never in the files
 
-STYLE = """
-:root { --ink: #1c2330; --soft: #667085; --line: #e3e7ee; --back: #f6f7f9; --blue: #0b61a4; --good: #0a7a53; --bad: #b42318; --warn: #9a6700 }
-* { box-sizing: border-box }
-body { margin: 0; font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back) }
-header, main { max-width: 1320px; margin: 0 auto; padding: 0 28px }
-header { padding-top: 28px }
-h1 { font-size: 26px; margin: 0 0 4px } h2 { font-size: 20px; margin: 40px 0 12px } h3 { font-size: 16px; margin: 0 } h4 { margin: 18px 0 6px; font-weight: 600; font-size: 14px }
-a { color: var(--blue); text-decoration: none } a:hover { text-decoration: underline }
-nav { position: sticky; top: 0; z-index: 2; background: var(--back); border-bottom: 1px solid var(--line); padding: 10px 0; display: flex; gap: 18px; flex-wrap: wrap; margin-top: 16px }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 10px 24px; margin: 16px 0 0 }
-dt { color: var(--soft); font-size: 12px } dd { margin: 0; overflow-wrap: anywhere }
-article { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: 16px 20px; margin: 0 0 16px }
-article > .head { display: flex; gap: 12px; align-items: baseline; flex-wrap: wrap } .head .key { color: var(--soft); font-size: 13px } .head .links { margin-left: auto; font-size: 13px }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 20px; align-items: start } .pair > div { min-width: 0 }
-.side { color: var(--soft); font-size: 12px; margin-bottom: 4px }
-.pair img { max-width: 100%; border: 1px solid var(--line); border-radius: 4px; background: #fff }
-.scroll { overflow: auto; max-height: 420px; border: 1px solid var(--line); border-radius: 4px; background: #fff }
-table { border-collapse: collapse; font-size: 13px; width: 100% } th, td { padding: 4px 10px; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
-th { background: #fafbfc; position: sticky; top: 0; white-space: nowrap } td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-.tag { font-size: 12px; border-radius: 10px; padding: 1px 9px; background: #eef1f5; color: var(--soft); white-space: nowrap }
-.done, .holds, .reproduced { background: #e3f4ec; color: var(--good) } .failed, .false, .not-reproduced { background: #fdeceb; color: var(--bad) }
-.condition, .loose, .typo, .partly, .interrupted { background: #fdf3d8; color: var(--warn) }
-.error { border-color: #f2b8b5 } pre { background: #fff8f7; border-radius: 6px; padding: 12px 14px; overflow-x: auto; font: 13px/1.45 ui-monospace, monospace; margin: 10px 0 0 }
-.none { color: var(--soft); font-style: italic; font-size: 13px } .ledger { max-height: none } .ledger td:first-child { white-space: nowrap }
-.map { columns: 2; column-gap: 28px; list-style: none; padding: 0; margin: 0 } .map li { break-inside: avoid; padding: 3px 0; display: flex; gap: 8px } .map .tag { margin-left: auto; align-self: center }
-footer { max-width: 1320px; margin: 32px auto; padding: 0 28px; color: var(--soft); font-size: 13px }
-@media (max-width: 800px) { .pair { grid-template-columns: 1fr } .map { columns: 1 } }
-"""
+STYLE = Path(__file__).with_name("page.css")
 
 
 def write(root: Path, scale: str) -> Path:
@@ -67,15 +41,28 @@ def write(root: Path, scale: str) -> Path:
     status = {n.key: read_status(root, n, scale) for n in notebooks}
     render_notebooks(root, [n for n in notebooks if status[n.key]["status"] != "not run"], scale)
     ledger = read_ledger(build, notebooks)
-    parts = [head(root, scale, notebooks, status, ledger), "<main>", failures(notebooks, status), overview(notebooks, status)]
-    parts += [chapter(root, scale, name, [n for n in notebooks if n.chapter == name], status) for name in graph.chapters(notebooks_by_key(notebooks))]
-    parts += [ledger_table(ledger), "</main>", f"<footer>Written by workflow/page.py. Files of this run: build/{scale}/.</footer></body></html>\n"]
+    parts = [
+        head(root, scale, notebooks, status, ledger),
+        "<main>",
+        failures(notebooks, status),
+        overview(notebooks, status),
+    ]
+    parts += [
+        chapter(root, scale, name, [n for n in notebooks if n.chapter == name], status)
+        for name in with_results(notebooks)
+    ]
+    parts += [
+        ledger_table(ledger),
+        "</main>",
+        f"<footer>Written by workflow/page.py. Files of this run: build/{scale}/.</footer></body></html>\n",
+    ]
     graph.write_text(build / "index.html", "\n".join(p for p in parts if p))
     return build / "index.html"
 
 
-def notebooks_by_key(notebooks: list[graph.Notebook]) -> dict[str, graph.Notebook]:
-    return {n.key: n for n in notebooks}
+def with_results(notebooks: list[graph.Notebook]) -> list[str]:
+    """The chapters that make figures and tables."""
+    return graph.chapters({n.key: n for n in notebooks if n.has_parameters})
 
 
 def read_status(root: Path, notebook: graph.Notebook, scale: str) -> dict:
@@ -84,7 +71,9 @@ def read_status(root: Path, notebook: graph.Notebook, scale: str) -> dict:
     if not log.exists():
         return dict(status="not run", seconds=0, error="")
     if log.read_text(encoding="utf-8") == "running\n":
-        return dict(status="interrupted", seconds=0, error="stopped while it ran; start the reproduction again to go on")
+        return dict(
+            status="interrupted", seconds=0, error="stopped while it ran; start the reproduction again to go on"
+        )
     return json.loads(log.with_suffix(".json").read_text(encoding="utf-8"))
 
 
@@ -144,7 +133,9 @@ def head(root: Path, scale: str, notebooks: list[graph.Notebook], status: dict, 
     seconds = sum(s["seconds"] for s in status.values())
     facts = {
         "scale": scale,
-        "notebooks": ", ".join(f"{states.count(s)} {s}" for s in ("done", "failed", "interrupted", "not run") if s in states),
+        "notebooks": ", ".join(
+            f"{states.count(s)} {s}" for s in ("done", "failed", "interrupted", "not run") if s in states
+        ),
         "claims": f"{len(ledger)}" + (": " + ", ".join(f"{k} {v}" for v, k in count(ledger).items()) if ledger else ""),
         "device": "; ".join(d for d in devices if d) or platform.machine(),
         "machine": f"{os.cpu_count()} cores, {platform.system()}",
@@ -153,10 +144,11 @@ def head(root: Path, scale: str, notebooks: list[graph.Notebook], status: dict, 
         "page written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
     items = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items() if v)
-    links = "".join(f'<a href="#{c}">{c}</a>' for c in graph.chapters(notebooks_by_key(notebooks)))
+    links = "".join(f'<a href="#{c}">{c}</a>' for c in with_results(notebooks))
     bad = '<a href="#failed">failed</a>' if {"failed", "interrupted"} & set(states) else ""
-    return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>sparseattn at {scale}</title><style>{STYLE}</style></head><body>
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>sparseattn at {scale}</title><style>{STYLE.read_text(encoding="utf-8")}</style></head><body>
 <header><h1>sparseattn, reproduced at <em>{scale}</em> scale</h1><dl>{items}</dl>
 <nav>{bad}<a href="#notebooks">notebooks</a>{links}<a href="#ledger">ledger</a></nav></header>"""
 
@@ -190,9 +182,11 @@ def failures(notebooks: list[graph.Notebook], status: dict) -> str:
         return ""
     parts = [f'<h2 id="failed">{len(bad)} failed</h2>']
     for n in bad:
-        parts.append(f'<article class="error"><div class="head"><h3>{escape(n.title)}</h3><span class="key">{n.key}</span>'
-                     f'<span class="links"><a href="html/{n.key}.html">executed as far as it came</a></span></div>'
-                     f"<pre>{escape(status[n.key]['error'])}</pre></article>")
+        parts.append(
+            f'<article class="error"><div class="head"><h3>{escape(n.title)}</h3><span class="key">{n.key}</span>'
+            f'<span class="links"><a href="html/{n.key}.html">executed as far as it came</a></span></div>'
+            f"<pre>{escape(status[n.key]['error'])}</pre></article>"
+        )
     return "\n".join(parts)
 
 
@@ -211,21 +205,39 @@ def overview(notebooks: list[graph.Notebook], status: dict) -> str:
 def chapter(root: Path, scale: str, name: str, notebooks: list[graph.Notebook], status: dict) -> str:
     """A chapter: its notebooks that left figures or tables."""
     parts = [article(root, scale, n, status[n.key]) for n in notebooks if n.has_parameters]
-    return f'<h2 id="{name}">{name}</h2>' + ("\n".join(parts) or '<p class="none">Definitions and checks only: see the rendered notebooks above.</p>')
+    return f'<h2 id="{name}">{name}</h2>' + "\n".join(parts)
 
 
 def article(root: Path, scale: str, notebook: graph.Notebook, state: dict) -> str:
     """One notebook: each figure and table beside the committed one."""
     ours, theirs = (root / f"build/{scale}/{kind}/{notebook.stem}" for kind in ("figures", "committed"))
-    names = sorted({p.name for f in (ours, theirs) if f.is_dir() for p in f.iterdir() if p.suffix in (".png", ".csv")} - {"claims.csv"})
+    names = sorted(
+        {p.name for f in (ours, theirs) if f.is_dir() for p in f.iterdir() if p.suffix in (".png", ".csv")}
+        - {"claims.csv"}
+    )
     made_at = publish.scale_of(theirs)
-    parts = [f'<article id="{notebook.stem}"><div class="head"><h3>{escape(notebook.title)}</h3><span class="key">{notebook.key}</span>'
-             f"{tag(state['status'])}<span class='links'><a href='html/{notebook.key}.html'>notebook</a></span></div>"]
+    parts = [
+        f'<article id="{notebook.stem}"><div class="head"><h3>{escape(notebook.title)}</h3>'
+        f'<span class="key">{notebook.key}</span>'
+        f"{tag(state['status'])}<span class='links'><a href='html/{notebook.key}.html'>notebook</a></span></div>"
+    ]
     for name in names:
-        same = (ours / name).exists() and (theirs / name).exists() and (ours / name).read_bytes() == (theirs / name).read_bytes()
+        same = (
+            (ours / name).exists()
+            and (theirs / name).exists()
+            and (ours / name).read_bytes() == (theirs / name).read_bytes()
+        )
         parts.append(f"<h4>{escape(name)} {tag('identical', 'done') if same else ''}</h4><div class='pair'>")
-        for folder, text in ((ours, f"this run ({scale})"), (theirs, f"committed ({made_at})" if theirs.exists() else "committed")):
-            parts.append(f"<div><div class='side'>{text}</div>{show(folder / name, root / 'build' / scale)}</div>")
+        sides = (
+            [(ours, f"this run, {scale}"), (theirs, f"committed, {made_at}")]
+            if theirs.exists()
+            else [(ours, f"this run, {scale}; nothing committed yet")]
+        )
+        for folder, text in sides:
+            alone = " class='alone'" if len(sides) == 1 else ""
+            parts.append(
+                f"<div{alone}><div class='side'>{text}</div>{show(folder / name, root / 'build' / scale)}</div>"
+            )
         parts.append("</div>")
     if not names:
         parts.append('<p class="none">No figures or tables.</p>')
@@ -240,7 +252,11 @@ def show(path: Path, base: Path) -> str:
     if path.suffix == ".png":
         return f'<a href="{link}"><img src="{link}" alt="{escape(path.stem)}" loading="lazy"></a>'
     rows = read_csv(path)
-    more = f'<p class="none">{len(rows) - ROWS} more rows in <a href="{link}">{path.name}</a></p>' if len(rows) > ROWS else ""
+    more = (
+        f'<p class="none">{len(rows) - ROWS} more rows in <a href="{link}">{path.name}</a></p>'
+        if len(rows) > ROWS
+        else ""
+    )
     return f'<div class="scroll">{table(rows[:ROWS])}</div>{more}'
 
 
@@ -267,8 +283,15 @@ def ledger_table(rows: list[dict[str, str]]) -> str:
     """The claims with their verdicts."""
     if not rows:
         return '<h2 id="ledger">Ledger</h2><p class="none">No claims recorded in this run.</p>'
-    counts = " ".join(tag(f"{v}: {k}", {"holds with a condition": "condition", "false as stated": "false"}.get(v, v.replace(" ", "-"))) for v, k in count(rows).items())
-    names = [k for k in ("id", "paper", "where", "statement", "kind", "verdict", "evidence", "notebook") if k in rows[0]]
+    counts = " ".join(
+        tag(
+            f"{v}: {k}", {"holds with a condition": "condition", "false as stated": "false"}.get(v, v.replace(" ", "-"))
+        )
+        for v, k in count(rows).items()
+    )
+    names = [
+        k for k in ("id", "paper", "where", "statement", "kind", "verdict", "evidence", "notebook") if k in rows[0]
+    ]
     body = []
     for row in rows:
         cells = {k: escape(row.get(k) or "") for k in names}
@@ -277,8 +300,11 @@ def ledger_table(rows: list[dict[str, str]]) -> str:
             cells["notebook"] = f'<a href="#{cells["notebook"]}">{cells["notebook"]}</a>'
         body.append("<tr>" + "".join(f"<td>{v}</td>" for v in cells.values()) + "</tr>")
     top = "".join(f"<th>{n}</th>" for n in names)
-    return (f'<h2 id="ledger">Ledger: {len(rows)} claims</h2><p>{counts}</p><div class="scroll ledger"><table><thead><tr>{top}</tr></thead>'
-            f"<tbody>{''.join(body)}</tbody></table></div>")
+    return (
+        f'<h2 id="ledger">Ledger: {len(rows)} claims</h2><p>{counts}</p>'
+        f'<div class="scroll ledger"><table><thead><tr>{top}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,10 +3,11 @@
     python workflow/publish.py results --scale cpu [--only hept]
     python workflow/publish.py readme --scale cpu
 
-Everything is checked before anything is written. A folder of figures/ is replaced as a whole. Results of a larger scale stay: where
-figures/<stem>/ was made at `gpu`, a run at `cpu` leaves it alone and says so (delete the folder to have it replaced). What stood in
-figures/ before is kept in build/<scale>/committed/ for the page.
+Everything is checked before anything is written. A folder of figures/ is replaced as a whole. Results of a larger
+scale stay: where figures/<stem>/ was made at `gpu`, a run at `cpu` leaves it alone and says so (delete the folder to
+have it replaced). What stood in figures/ before is kept in build/<scale>/committed/ for the page.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,7 +29,9 @@ import graph
 BEGIN, END = "<!-- ledger:begin -->", "<!-- ledger:end -->"
 TEXT = (".csv", ".md", ".json", ".txt", ".svg")
 #: a path that starts at the root of somebody's machine
-ABSOLUTE = re.compile(r"(?<![\w./:~>-])/(?:home|root|Users|work|tmp|private|mnt|opt|usr|srv|var|builds|github|runner)/[\w.@-]+|[A-Z]:\\\w+")
+ABSOLUTE = re.compile(
+    r"(?<![\w./:~>-])/(?:home|root|Users|work|tmp|private|mnt|opt|usr|srv|var|builds|github|runner)/[\w.@-]+|[A-Z]:\\\w+"
+)
 
 
 class Refused(Exception):
@@ -159,7 +162,9 @@ def results(root: Path, scale: str, only: str = "") -> list[str]:
     for committed, built in folders.items():
         replace_folder(built, committed)
         lines.append(f"wrote figures/{committed.name}")
-    for folder in sorted(p for p in (root / "figures").glob("*/") if p.name not in {n.stem for n in collection.values()}):
+    for folder in sorted(
+        p for p in (root / "figures").glob("*/") if p.name not in {n.stem for n in collection.values()}
+    ):
         shutil.rmtree(folder)
         lines.append(f"removed figures/{folder.name}: there is no such notebook")
     for path, text in texts.items():
@@ -170,7 +175,9 @@ def results(root: Path, scale: str, only: str = "") -> list[str]:
     if ledger.exists():
         graph.write_text(root / "figures/claims.csv", ledger.read_text(encoding="utf-8"))
     graph.write_text(root / "figures/MANIFEST.json", manifest(root / "figures"))
-    written = [p for folder in folders for p in sorted(folder.iterdir())] + list(texts) + [root / "figures/MANIFEST.json"]
+    written = (
+        [p for folder in folders for p in sorted(folder.iterdir())] + list(texts) + [root / "figures/MANIFEST.json"]
+    )
     record = {p.relative_to(root).as_posix(): _sha256(p) for p in written}
     graph.write_text(root / f"build/{scale}/published.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
     return lines
@@ -237,7 +244,11 @@ def main(argv: list[str] | None = None) -> int:
 
     began = time.time()
     try:
-        lines = results(args.root.resolve(), args.scale, args.only) if args.what == "results" else [readme(args.root.resolve(), args.scale)]
+        lines = (
+            results(args.root.resolve(), args.scale, args.only)
+            if args.what == "results"
+            else [readme(args.root.resolve(), args.scale)]
+        )
     except Refused as error:
         say(f"not published: {error}")
         return 1

@@ -2,14 +2,16 @@
 
     python workflow/reproduce.py [--scale smoke|cpu|gpu|paper] [--only CHAPTER] [--dry-run] [--cores N]
 
-`scripts/reproduce.sh` calls it twice: with `--check` before anything is installed (so only the standard library is used up to there),
-and in earnest after the set-up. Snakemake's own output goes to build/<scale>/log/snakemake.log. One reproduction runs in a checkout at a
-time; a killed one leaves no lock behind.
+`scripts/reproduce.sh` calls it twice: with `--check` before anything is installed (so only the standard library is
+used up to there), and in earnest after the set-up. Snakemake's own output goes to build/<scale>/log/snakemake.log.
+One reproduction runs in a checkout at a time; a killed one leaves no lock behind.
 """
+
 from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -29,13 +31,22 @@ ENDED = re.compile(r" (done in|FAILED after) \d+ s$")
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Arguments; whatever is unknown ends with a message that names the choices and exit status 2."""
-    parser = argparse.ArgumentParser(prog="reproduce.sh", allow_abbrev=False, description=(
-        "Execute every notebook and write build/<scale>/index.html. At cpu, gpu and paper scale the results are also "
-        "written to figures/, to the outputs stored in nbs/ and to README.md. Run it again to go on after a kill."))
+    parser = argparse.ArgumentParser(
+        prog="reproduce.sh",
+        allow_abbrev=False,
+        description=(
+            "Execute every notebook and write build/<scale>/index.html. At cpu, gpu and paper scale the results also "
+            "go to figures/, to the outputs stored in nbs/ and to README.md. Run it again to go on after a kill."
+        ),
+    )
     parser.add_argument("--scale", choices=graph.SCALES, default="smoke", help="default: %(default)s")
-    parser.add_argument("--only", default="", metavar="CHAPTER", help="a folder of nbs/: its notebooks, the ledger and the page")
+    parser.add_argument(
+        "--only", default="", metavar="CHAPTER", help="a folder of nbs/: its notebooks, the ledger and the page"
+    )
     parser.add_argument("--dry-run", action="store_true", help="show what would run, run nothing")
-    parser.add_argument("--cores", type=int, default=cores_here(), metavar="N", help="default: all of this machine, %(default)s")
+    parser.add_argument(
+        "--cores", type=int, default=cores_here(), metavar="N", help="default: all of this machine, %(default)s"
+    )
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-export", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent, help=argparse.SUPPRESS)
@@ -56,7 +67,7 @@ def cores_here() -> int:
 
 
 def lock(root: Path) -> int | None:
-    """The checkout's lock as an open file, None where somebody else has it. The system frees it when its holders are gone."""
+    """The checkout's lock as an open file, None where another has it. The system frees it when its holders are gone."""
     (root / "build").mkdir(exist_ok=True)
     handle = os.open(root / "build/.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -70,10 +81,30 @@ def lock(root: Path) -> int | None:
 def snakemake(args: argparse.Namespace, *more: str) -> list[str]:
     """The command line."""
     return [
-        sys.executable, "-m", "snakemake", "--snakefile", str(Path(__file__).parent / "Snakefile"), "--directory", str(args.root),
-        "--cores", str(args.cores), "--scheduler", "greedy", "--rerun-triggers", "mtime", "--rerun-incomplete", "--keep-going",
-        "--nolock", "--nocolor", "--latency-wait", "0", *more,
-        "--config", f"scale={args.scale}", f"only={args.only}", f"cores={args.cores}",
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(Path(__file__).parent / "Snakefile"),
+        "--directory",
+        str(args.root),
+        "--cores",
+        str(args.cores),
+        "--scheduler",
+        "greedy",
+        "--rerun-triggers",
+        "mtime",
+        "--rerun-incomplete",
+        "--keep-going",
+        "--nolock",
+        "--nocolor",
+        "--latency-wait",
+        "0",
+        *more,
+        "--config",
+        f"scale={args.scale}",
+        f"only={args.only}",
+        f"cores={args.cores}",
     ]
 
 
@@ -84,13 +115,27 @@ def plan(args: argparse.Namespace) -> int:
         print(done.stderr or done.stdout)
         return done.returncode
     rows = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 5][1:]
-    names = {n.rule: n.key for n in graph.find_notebooks(args.root).values()} | {r: r for r in ("publish", "readme", "page")}
-    pending = {rule: status for _, _, rule, _, status, plan in rows if plan != "no update"}
-    todo = [(name, pending[rule]) for rule, name in names.items() if rule in pending]
-    print(f"scale {args.scale}, {args.cores} cores: {len(todo)} of {len(rows)} steps to run")
-    for name, status in todo:
-        print(f"  {name:<32}{'' if status == 'ok' else status}".rstrip())
+    pending = {rule for _, _, rule, _, _, plan in rows if plan != "no update"}
+    notebooks, imports = graph.find_notebooks(args.root), graph.Imports(args.root)
+    reasons = {n.rule: (n.key, reason(args, n, imports)) for n in notebooks.values() if n.rule in pending}
+    reasons |= {rule: (rule, "") for rule in ("publish", "readme", "page") if rule in pending}
+    print(
+        f"scale {args.scale}, {args.cores} cores: "
+        f"{len(reasons)} of {len({rule for _, _, rule, *_ in rows})} steps to run"
+    )
+    for name, why in reasons.values():
+        print(f"  {name:<32}{why}".rstrip())
     return 0
+
+
+def reason(args: argparse.Namespace, notebook: graph.Notebook, imports: graph.Imports) -> str:
+    """Why a notebook would run."""
+    done = args.root / notebook.done(args.scale)
+    if not done.exists():
+        return "not run yet"
+    then, now = json.loads(done.read_text(encoding="utf-8"))["sources"], graph.fingerprint(args.root, notebook, imports)
+    changed = sorted(p for p in then.keys() | now.keys() if then.get(p) != now.get(p))
+    return f"changed: {', '.join(changed)}" if changed else "what it depends on runs again"
 
 
 def export(root: Path) -> bool:
@@ -114,15 +159,22 @@ def run(args: argparse.Namespace, held: int) -> int:
     began, shown, ended, total = time.time(), 0, 0, "?"
     log = args.root / f"build/{args.scale}/log/snakemake.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(snakemake(args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                               pass_fds=(held,), env=dict(os.environ, PYTHONUNBUFFERED="1"))
+    process = subprocess.Popen(
+        snakemake(args),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        pass_fds=(held,),
+        env=dict(os.environ, PYTHONUNBUFFERED="1"),
+    )
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     with log.open("w", encoding="utf-8") as file:
         for line in iter_lines(process):
             file.write(line)
             file.flush()
             if line.startswith(MARK):
-                shown, line = shown + 1, line[len(MARK):].rstrip()
+                shown, line = shown + 1, line[len(MARK) :].rstrip()
                 if ENDED.search(line):
                     ended += 1
                     line += f"  ({ended} of {total})"

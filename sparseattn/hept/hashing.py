@@ -32,9 +32,9 @@ def raw_codes(x: Float[Tensor, "b h n d"], directions: Float[Tensor, "t h d"]) -
     """
     return torch.einsum("bhnd,thd->tbhn", x, directions)
 
-# %% ../../nbs/hept/31_hashing.ipynb #5399c5f8
+# %% ../../nbs/hept/31_hashing.ipynb #d30b2cd9
 def bucket_labels(values: Float[Tensor, "... n"], buckets: Float[Tensor, "..."], *,
-                  mask: Bool[Tensor, "... n"] | None = None) -> Int[Tensor, "... n"]:
+                  mask: Bool[Tensor, "... n"] | None = None, as_released: bool = False) -> Int[Tensor, "... n"]:
     """Bucket of each point when the sorted list of values is cut into equal parts.
 
     HEPT, Sec 4.2, with `ceil(n / B)` points a bucket in place of the printed `floor`.
@@ -43,6 +43,7 @@ def bucket_labels(values: Float[Tensor, "... n"], buckets: Float[Tensor, "..."],
         values: one hash value a point.
         buckets: wanted number of buckets B >= 1, broadcastable to the leading dimensions; need not be an integer.
         mask: True = a real point; masked points are not counted and get the label that follows the last bucket.
+        as_released: round `n * (1 / B)` up in float32, which may give one point a bucket more, as in the released code.
 
     Returns:
         Labels 0 .. ceil(B) - 1; equal values are told apart by their index.
@@ -54,14 +55,15 @@ def bucket_labels(values: Float[Tensor, "... n"], buckets: Float[Tensor, "..."],
         >>> bucket_labels(torch.tensor([0.3, 0.1, 0.2, 0.9]), torch.tensor(2.0))
         tensor([1, 0, 0, 1])
     """
-    buckets = torch.as_tensor(buckets, dtype=torch.float64, device=values.device)
+    buckets = torch.as_tensor(buckets, dtype=torch.float32, device=values.device)
     if not (torch.isfinite(buckets) & (buckets >= 1)).all():
         raise ValueError(f"buckets must be finite and at least 1, got {buckets.flatten()[:4].tolist()}")
     if mask is None:
         count = torch.full_like(buckets, values.shape[-1])
     else:
-        values, count = values.masked_fill(~mask, math.inf), mask.sum(-1).double()
-    size = torch.ceil(count / buckets).clamp(min=1)[..., None]
+        values, count = values.masked_fill(~mask, math.inf), mask.sum(-1).float()
+    size = count * buckets.reciprocal() if as_released else count / buckets
+    size = torch.ceil(size).clamp(min=1)[..., None]
     label = torch.floor(rank(values) / size).long()
     return label if mask is None else torch.where(mask, label, torch.ceil(buckets)[..., None].long())
 

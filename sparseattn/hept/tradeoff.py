@@ -19,7 +19,7 @@ from scipy.optimize import brentq
 from scipy.sparse import csr_matrix
 from scipy.special import betainc, gamma, jv
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #8408d453
+# %% ../../nbs/hept/30_tradeoff.ipynb #90636776
 def e2lsh_codes(x: np.ndarray, r: float, functions: int, rng: np.random.Generator) -> np.ndarray:
     """Codes floor((a.x + b)/r) of random E2LSH functions (HEPT Sec. 2; Datar et al. 2004).
 
@@ -50,7 +50,7 @@ def e2lsh_codes(x: np.ndarray, r: float, functions: int, rng: np.random.Generato
     b = rng.uniform(0, r, functions)
     return np.floor((x @ a + b) / r).astype(np.int64)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #98d91a5b
 def bucket_keys(codes: np.ndarray) -> np.ndarray:
     """One integer per point, equal exactly where whole rows of `codes` are equal (the AND of HEPT Sec. 2).
 
@@ -64,11 +64,14 @@ def bucket_keys(codes: np.ndarray) -> np.ndarray:
         >>> bucket_keys(np.array([[0, 1], [0, 2], [0, 1]])).tolist()
         [0, 1, 0]
     """
-    keys = np.zeros(len(codes), dtype=np.int64)
+    keys, span = np.zeros(len(codes), dtype=np.int64), 1
     for column in np.asarray(codes).T:
-        keys = keys * (np.ptp(column) + 1) + column - column.min()
-        keys = np.unique(keys, return_inverse=True)[1]
-    return keys
+        base = int(np.ptp(column)) + 1
+        if span * base >= 2**62:
+            keys = np.unique(keys, return_inverse=True)[1]
+            span = int(keys.max()) + 1
+        keys, span = keys * base + (column - column.min()), span * base
+    return np.unique(keys, return_inverse=True)[1]
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #a86453b1
 def _check_distance(z, r):
@@ -186,7 +189,7 @@ def collision_bounds(z, r) -> tuple[np.ndarray, np.ndarray]:
     upper = np.where(t < 1, 1 - t / np.sqrt(2 * np.pi), far / np.sqrt(2 * np.pi))
     return lower, upper
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #f5296afa
+# %% ../../nbs/hept/30_tradeoff.ipynb #07ea2c0e
 def pair_density(z, d: int):
     """Density of the distance of two uniform points in the unit d-ball, exact (the phi of HEPT Assumption 3.2).
 
@@ -222,7 +225,7 @@ def pair_cdf(z, d: int):
     u = np.clip(np.asarray(z, dtype=np.float64) ** 2 / 4, 0, 1)
     return (4 * u) ** (d / 2) * betainc((d + 1) / 2, 0.5, 1 - u) + betainc((d + 1) / 2, (d + 1) / 2, u)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #f8e8f742
 def uniform_ball(n: int, d: int, rng: np.random.Generator) -> np.ndarray:
     """n points, uniform in the unit d-ball.
 
@@ -241,7 +244,7 @@ def uniform_ball(n: int, d: int, rng: np.random.Generator) -> np.ndarray:
     x = rng.standard_normal((n, d))
     return x / np.linalg.norm(x, axis=1, keepdims=True) * rng.uniform(size=(n, 1)) ** (1 / d)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #e409f4d7
+# %% ../../nbs/hept/30_tradeoff.ipynb #09422c6f
 def _gauss(edges, order):
     "Gauss-Legendre nodes and weights on consecutive intervals."
     x, w = np.polynomial.legendre.leggauss(order)
@@ -250,12 +253,12 @@ def _gauss(edges, order):
 
 
 def _distance_nodes(low, high):
-    "Nodes and weights on [low, high], in panels that halve towards 0."
-    edges = high * 0.5 ** np.arange(46)
-    edges = np.append(edges[edges > low * (1 + 1e-12)], low)[::-1]
-    return _gauss(edges, 16)
+    "Nodes and weights on [low, high], in panels that shrink towards 0 and towards the diameter 2, where phi has a root."
+    edges = np.concatenate([high * 0.5 ** np.arange(1, 46), 2 - 0.125 ** np.arange(1, 6)])
+    edges = edges[(edges > low * (1 + 1e-12)) & (edges < high)]
+    return _gauss(np.sort(np.append(edges, [low, high])), 16)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #df406e4a
 def ball_expectation(f: Callable, d: int, low: float = 0.0, high: float = 2.0) -> float:
     """Integral of f(z) phi(z) over low <= z <= high for the uniform unit ball.
 
@@ -275,7 +278,7 @@ def ball_expectation(f: Callable, d: int, low: float = 0.0, high: float = 2.0) -
     z, w = _distance_nodes(low, high)
     return float((w * pair_density(z, d) * f(z)).sum())
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #45fdb6da
 def support_for_neighbours(n: int, d: int, neighbours: float) -> float:
     """Distance s within which a point of the uniform ball has `neighbours` others on average (HEPT Sec. 3.1).
 
@@ -298,7 +301,14 @@ def support_for_neighbours(n: int, d: int, neighbours: float) -> float:
         raise ValueError(f"neighbours is {neighbours}; expected a value in (0, n-1) = (0, {n - 1})")
     return brentq(lambda z: pair_cdf(z, d) - neighbours / (n - 1), 1e-12, 2, xtol=1e-15, rtol=1e-13)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #5152fb78
+# %% ../../nbs/hept/30_tradeoff.ipynb #02bcaf80
+def _check_positive(**values):
+    "Raise where a width, a support or a count is not positive and finite."
+    for name, value in values.items():
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} is {value}; it must be positive and finite")
+
+
 def truncated_power(z, s: float, power: int = 2):
     """(1 - z/s)_+^power: support s; positive definite on R^d exactly when power >= (d+1)/2 (Askey).
 
@@ -310,13 +320,17 @@ def truncated_power(z, s: float, power: int = 2):
     Returns:
         k(z) in [0, 1].
 
+    Raises:
+        ValueError: the support is not positive.
+
     Example:
         >>> float(truncated_power(0.5, 1.0))
         0.25
     """
+    _check_positive(s=s)
     return np.maximum(1 - np.asarray(z, dtype=np.float64) / s, 0) ** power
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #a024ec7b
 def wendland(z, s: float):
     """(1 - z/s)_+^4 (4z/s + 1): twice differentiable, support s, positive definite for d <= 3 (Wendland 1995).
 
@@ -327,14 +341,18 @@ def wendland(z, s: float):
     Returns:
         k(z) in [0, 1].
 
+    Raises:
+        ValueError: the support is not positive.
+
     Example:
         >>> float(wendland(0.0, 1.0))
         1.0
     """
+    _check_positive(s=s)
     t = np.asarray(z, dtype=np.float64) / s
     return np.maximum(1 - t, 0) ** 4 * (4 * t + 1)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #667a4344
 def euclid_hat(z, s: float, d: int):
     """Overlap of two d-balls of diameter s at distance z, over their volume: positive definite on R^d, support s.
 
@@ -346,13 +364,17 @@ def euclid_hat(z, s: float, d: int):
     Returns:
         k(z) in [0, 1].
 
+    Raises:
+        ValueError: the support is not positive.
+
     Example:
         >>> round(float(euclid_hat(0.5, 1.0, 1)), 12)
         0.5
     """
+    _check_positive(s=s, d=d)
     return betainc((d + 1) / 2, 0.5, np.clip(1 - (np.asarray(z, dtype=np.float64) / s) ** 2, 0, 1))
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #c8e92f6e
+# %% ../../nbs/hept/30_tradeoff.ipynb #35714867
 def product_triangular(delta: np.ndarray, width: float) -> np.ndarray:
     """prod_j (1 - |delta_j|/width)_+: positive definite in every dimension, zero beyond distance width * sqrt(d).
 
@@ -363,13 +385,17 @@ def product_triangular(delta: np.ndarray, width: float) -> np.ndarray:
     Returns:
         (...,) in [0, 1].
 
+    Raises:
+        ValueError: width is not positive.
+
     Example:
         >>> float(product_triangular(np.array([0.5, 0.0]), 1.0))
         0.5
     """
+    _check_positive(width=width)
     return np.maximum(1 - np.abs(np.asarray(delta, dtype=np.float64)) / width, 0).prod(-1)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #3eee6d9e
 def fejer_frequencies(count: int, d: int, width: float, rng: np.random.Generator) -> np.ndarray:
     """Exact draws from the Fourier transform of `product_triangular`, density prod sin^2(u)/(pi u^2), u = w width/2.
 
@@ -382,10 +408,14 @@ def fejer_frequencies(count: int, d: int, width: float, rng: np.random.Generator
     Returns:
         (count, d) float64.
 
+    Raises:
+        ValueError: count, d or width is not positive.
+
     Example:
         >>> fejer_frequencies(4, 2, 1.0, np.random.default_rng(0)).shape
         (4, 2)
     """
+    _check_positive(count=count, d=d, width=width)
     kept, need = [np.empty(0)], count * d
     while sum(map(len, kept)) < need:
         u = rng.uniform(-1, 1, 2 * need + 64)
@@ -393,7 +423,7 @@ def fejer_frequencies(count: int, d: int, width: float, rng: np.random.Generator
         kept.append(u[rng.uniform(size=u.shape) * np.minimum(u * u, 1) < np.sin(u) ** 2])
     return 2 / width * np.concatenate(kept)[:need].reshape(count, d)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #bfa84334
+# %% ../../nbs/hept/30_tradeoff.ipynb #f94453dc
 def rff_features(x: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     """Random Fourier features sqrt(2/D) (sin w.x, cos w.x), D = 2 * len(frequencies) (HEPT Sec. 2; Rahimi and Recht 2007).
 
@@ -416,7 +446,7 @@ def rff_features(x: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     phase = np.asarray(x, dtype=np.float64) @ np.asarray(frequencies, dtype=np.float64).T
     return np.concatenate([np.sin(phase), np.cos(phase)], -1) / np.sqrt(len(frequencies))
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #2f293b03
 def rff_mse(k, k_double, features: int):
     """Mean squared error (1 + k(2 delta) - 2 k(delta)^2)/D of random Fourier features (HEPT Sec. D.1).
 
@@ -439,7 +469,7 @@ def rff_mse(k, k_double, features: int):
         raise ValueError(f"features is {features}; D counts sines and cosines, so it is a positive even number")
     return (1 + k_double - 2 * k**2) / features
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #a1cd7113
+# %% ../../nbs/hept/30_tradeoff.ipynb #794f561d
 @dataclass(frozen=True)
 class BallSystem:
     """Uniform unit-ball cloud with a local kernel, ready for exact averages over pairs (HEPT Assumption 3.2).
@@ -471,7 +501,7 @@ class BallSystem:
         "eps * D of random Fourier features: 1 + E[k(2z)] - 2 E[k(z)^2]."
         return 1 + self.doubled - 2 * self.zero_error
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #7354947a
 def ball_system(n: int, d: int, neighbours: float = 8.0, kernel: Callable = truncated_power) -> BallSystem:
     """The system of n uniform points whose kernel reaches `neighbours` others on average.
 
@@ -493,9 +523,10 @@ def ball_system(n: int, d: int, neighbours: float = 8.0, kernel: Callable = trun
     core, shell = _gauss(np.array([0.0, s / 64]), 16), _distance_nodes(s / 64, 2.0)
     every, spread = (np.concatenate(parts) for parts in zip(core, shell))
     doubled = (weight / 2 * pair_density(near / 2, d) * kernel(near, s)).sum()
-    return BallSystem(n, d, s, near, weight * pair_density(near, d), kernel(near, s), every, spread * pair_density(every, d), float(doubled))
+    return BallSystem(n, d, s, near, weight * pair_density(near, d), kernel(near, s),
+                      every, spread * pair_density(every, d), float(doubled))
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #02a79fab
+# %% ../../nbs/hept/30_tradeoff.ipynb #77d0b5c6
 def exact_flops(n: int, d: int) -> float:
     """FLOPs of dense kernel attention with value width d, symmetric pairs evaluated once: C(n,2)(7d+4) + nd.
 
@@ -512,7 +543,7 @@ def exact_flops(n: int, d: int) -> float:
     """
     return n * (n - 1) / 2 * (7 * d + 4) + n * d
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #f6f1d185
 def rff_flops(n: int, d: int, features: int) -> float:
     """FLOPs of RFF attention: D/2 projections, sine, cosine and scaling, and the two products of HEPT Sec. D.1.
 
@@ -525,12 +556,12 @@ def rff_flops(n: int, d: int, features: int) -> float:
         FLOPs.
 
     Example:
-        >>> rff_flops(10, 2, 4)
-        356.0
+        >>> rff_flops(10, 3, 4)
+        618.0
     """
     return n * features / 2 * (2 * d - 1) + 2 * n * features + features * d * (2 * n - 1) + n * d * (2 * features - 1)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #0c4d1625
 def rff_flops_paper(n: int, d: int, features: int) -> float:
     """FLOPs of RFF attention as printed in HEPT Sec. D.1.
 
@@ -543,12 +574,12 @@ def rff_flops_paper(n: int, d: int, features: int) -> float:
         FLOPs.
 
     Example:
-        >>> rff_flops_paper(10, 2, 4)
-        352
+        >>> rff_flops_paper(10, 3, 4)
+        668
     """
     return n * features * (2 * d - 1) + n * d + features * d * (2 * n - 1) + n * d * (2 * features - 1)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #aeaf4afe
 def grid_flops(system: BallSystem) -> float:
     """FLOPs of exact attention by grid search with cells of side s; the candidate count ignores the ball's edge, so it is an upper bound.
 
@@ -559,7 +590,7 @@ def grid_flops(system: BallSystem) -> float:
         FLOPs; cell look-ups and key arithmetic count one each.
 
     Example:
-        >>> grid_flops(ball_system(10_000, 2)) < exact_flops(10_000, 2)
+        >>> bool(grid_flops(ball_system(10_000, 2)) < exact_flops(10_000, 2))
         True
     """
     n, d, s = system.n, system.d, system.support
@@ -567,7 +598,7 @@ def grid_flops(system: BallSystem) -> float:
     candidates = min(1.0, (3 * s) ** d / volume)
     return n * (3 * d + 3**d) + system.pairs * (3 * d * candidates + (4 * d + 5) * pair_cdf(s, d)) + n * d
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #83f858d2
+# %% ../../nbs/hept/30_tradeoff.ipynb #07f568d6
 def match_counts(keys: np.ndarray) -> csr_matrix:
     """In how many tables each pair of points shares a bucket.
 
@@ -587,7 +618,7 @@ def match_counts(keys: np.ndarray) -> csr_matrix:
     member = csr_matrix((np.ones(tables * n, np.int32), (np.tile(np.arange(n), tables), columns)))
     return (member @ member.T).tocsr()
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #336376ea
 def lemma_flops(n: int, d: int, functions, tables, collision):
     """FLOPs of adding up m1 tables, term by term as in the proof of HEPT Lemma D.2.
 
@@ -608,9 +639,10 @@ def lemma_flops(n: int, d: int, functions, tables, collision):
     one = n * functions * (2 * d - 1) + n * (n - 1) / 2 * collision * (7 * d + 4) + n * d
     return tables * one + (tables - 1) * n * d
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #e4647b54
+# %% ../../nbs/hept/30_tradeoff.ipynb #79a39834
 def _table_match(z, r, functions):
     "q = p_r(z)^m with r broadcast over leading axes."
+    _check_positive(functions=functions)
     return collision_probability(z, np.asarray(r, dtype=np.float64)[..., None]) ** functions
 
 
@@ -633,7 +665,7 @@ def union_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
     q = _table_match(system.near, r, functions)
     return (system.near_weight * system.kernel**2 * (1 - q) ** np.asarray(tables)[..., None]).sum(-1)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #7c610813
 def sum_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
     """Squared error E[(m1 q(1-q) + (m1 q - 1)^2) k^2] when the outputs of the tables are added (HEPT Lemma D.2, step 3).
 
@@ -653,7 +685,7 @@ def sum_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
     q, t = _table_match(system.near, r, functions), np.asarray(tables, dtype=np.float64)[..., None]
     return (system.near_weight * system.kernel**2 * (t * q * (1 - q) + (t * q - 1) ** 2)).sum(-1)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #b07be1eb
+# %% ../../nbs/hept/30_tradeoff.ipynb #6821f4ba
 def union_work(system: BallSystem, r, functions: int, tables) -> tuple[np.ndarray, np.ndarray]:
     """Expected distinct matches and look-ups, per pair of points, of the de-duplicated union of m1 tables.
 
@@ -675,7 +707,7 @@ def union_work(system: BallSystem, r, functions: int, tables) -> tuple[np.ndarra
     lookups = np.where(q > 1e-12, t - match / np.maximum(q, 1e-300), t * (t - 1) / 2 * q)
     return (system.every_weight * match).sum(-1), (system.every_weight * lookups).sum(-1)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #c54d9b87
 def union_flops(system: BallSystem, r, functions: int, tables) -> np.ndarray:
     """FLOPs of OR & AND attention over the de-duplicated union, everything counted: hashing, keys, look-ups, kernel, products.
 
@@ -697,7 +729,7 @@ def union_flops(system: BallSystem, r, functions: int, tables) -> np.ndarray:
     hashing = np.asarray(tables) * n * functions * (2 * d + 3)
     return hashing + system.pairs * ((7 * d + 4) * distinct + lookups) + n * d
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #a86fbdec
+# %% ../../nbs/hept/30_tradeoff.ipynb #cc79a6d9
 @dataclass(frozen=True)
 class Design:
     """A hashing design: bucket width, functions per table, tables, its FLOPs and its squared error."""
@@ -710,14 +742,18 @@ class Design:
 
 def _fewest_tables(system, r, functions, target):
     "Smallest integer m1 with union error <= target, for each width."
-    low, high = np.zeros(len(r)), np.full(len(r), 2.0**40)
+    miss = np.log1p(-_table_match(system.near, r, functions))
+    weight = system.near_weight * system.kernel**2
+    low, high = np.zeros(len(r)), np.ones(len(r))
+    while (short := np.exp(high[:, None] * miss) @ weight > target).any():
+        low, high = np.where(short, high, low), np.where(short, 2 * high, high)
     while (high - low > 1).any():
         middle = np.floor((low + high) / 2)
-        enough = union_error(system, r, functions, middle) <= target
+        enough = np.exp(middle[:, None] * miss) @ weight <= target
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return high
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #2f62eecf
 def cheapest(system: BallSystem, target: float, functions: Sequence[int] = range(1, 9), widths: np.ndarray | None = None) -> Design:
     """The cheapest union of hash tables whose squared error is at most `target` (HEPT Sec. 3.2, optimised).
 
@@ -746,10 +782,11 @@ def cheapest(system: BallSystem, target: float, functions: Sequence[int] = range
         tables = _fewest_tables(system, r, m, target)
         flops = union_flops(system, r, m, tables)
         i = int(np.argmin(flops))
-        best.append(Design(float(r[i]), int(m), int(tables[i]), float(flops[i]), float(union_error(system, r[i], m, tables[i]))))
+        error = union_error(system, r[i], m, tables[i])
+        best.append(Design(float(r[i]), int(m), int(tables[i]), float(flops[i]), float(error)))
     return min(best, key=lambda design: design.flops)
 
-
+# %% ../../nbs/hept/30_tradeoff.ipynb #f00d459f
 def frontier(system: BallSystem, functions: Sequence[int], tables: Sequence[int], widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lower envelope of (FLOPs, error) over a grid of designs.
 

@@ -40,9 +40,9 @@ class Claim:
     def _repr_markdown_(self):
         return f"**{self.id}** ({self.where}): {self.statement} &rarr; **{self.verdict}**. {self.evidence}"
 
-# %% ../../nbs/lab/25_claims.ipynb #11039540
+# %% ../../nbs/lab/25_claims.ipynb #aaed1596
 def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expect: str, stated, condition=None, repair=None,
-          typo=None, sharper=None, evidence: str = "", paper: str = "HEPT") -> Claim:
+          typo=None, sharper=None, evidence: str = "", paper: str = "HEPT", scale: str = "smoke", needs: str = "smoke") -> Claim:
     """A claim whose verdict is computed from findings.
 
     Args:
@@ -55,6 +55,7 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
         condition, typo, sharper, repair: (text, did it pass?) of an added condition, of the intended reading, of a sharper
             statement, of a repaired statement.
         evidence: what was measured.
+        scale, needs: below the scale `needs` the claim is *not attempted*; for what toy sizes cannot show, such as times.
 
     Returns:
         The row.
@@ -69,6 +70,8 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
         'false as stated'
     """
     _check(id, kind, expect)
+    if SCALES.index(scale) < SCALES.index(needs):
+        return Claim(id, paper, where, statement, kind, "not attempted", f"needs scale {needs}; {evidence}", notebook)
     if repair is not None and not repair[1]:
         raise ClaimMismatch(f"{id}: the repair {repair[0]!r} failed its check")
     verdict, note = _verdict(bool(stated), condition, typo, sharper, repair)

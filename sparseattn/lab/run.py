@@ -129,7 +129,7 @@ def _commit(root):
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
 
-# %% ../../nbs/lab/20_run.ipynb #33b3c0d5
+# %% ../../nbs/lab/20_run.ipynb #6f9babae
 @dataclass
 class Run:
     """One execution of one notebook; made by `start`, closed by `finish`."""
@@ -167,7 +167,7 @@ class Run:
 
     def claim(self, id, **facts):
         "Record a claim whose verdict is computed from checks, see `sparseattn.lab.claims.claim`."
-        return self._record(_claims.claim(id, notebook=self.stem, **facts))
+        return self._record(_claims.claim(id, notebook=self.stem, scale=self.scale, **facts))
 
     def reproduce(self, id, **facts):
         "Record a number of the paper beside ours, see `sparseattn.lab.claims.reproduce`."

@@ -1,4 +1,6 @@
 """sparseattn.data.cache: keys, files that are whole or absent, rebuilding, official paths."""
+
+import inspect
 import subprocess
 import sys
 import warnings
@@ -13,25 +15,47 @@ from sparseattn.data.cache import cache_key, cache_root, cached, data_path, have
 def test_key_ignores_order_and_sees_everything_else():
     base = cache_key("g", {"a": 1, "b": [1.5, None, True, "x"]}, 1)
     assert base == cache_key("g", {"b": (1.5, None, True, "x"), "a": 1}, 1) and len(base) == 64
-    others = [cache_key("h", {"a": 1, "b": [1.5, None, True, "x"]}, 1), cache_key("g", {"a": 1, "b": [1.5, None, True, "x"]}, 2),
-              cache_key("g", {"a": 1.0, "b": [1.5, None, True, "x"]}, 1), cache_key("g", {"a": 1, "b": [1.5, None, True, "y"]}, 1),
-              cache_key("g", {"a": 1}, 1)]
+    others = [
+        cache_key("h", {"a": 1, "b": [1.5, None, True, "x"]}, 1),
+        cache_key("g", {"a": 1, "b": [1.5, None, True, "x"]}, 2),
+        cache_key("g", {"a": 1.0, "b": [1.5, None, True, "x"]}, 1),
+        cache_key("g", {"a": 1, "b": [1.5, None, True, "y"]}, 1),
+        cache_key("g", {"a": 1}, 1),
+    ]
     assert len({base, *others}) == 6
 
 
-@pytest.mark.parametrize("name, params, version, error, word", [
-    ("a/b", {}, 1, ValueError, "name"), ("", {}, 1, ValueError, "name"), ("../up", {}, 1, ValueError, "name"), (3, {}, 1, ValueError, "name"),
-    ("g", {}, -1, TypeError, "version"), ("g", {}, "1", TypeError, "version"), ("g", {}, True, TypeError, "version"),
-    ("g", [1], 1, TypeError, "params"), ("g", {1: 2}, 1, TypeError, "params"), ("g", {"a": {1: 2}}, 1, TypeError, "params"),
-    ("g", {"a": float("nan")}, 1, ValueError, "params"), ("g", {"a": np.zeros(2)}, 1, TypeError, "params"), ("g", {"a": {1}}, 1, TypeError, "params"),
-])
+@pytest.mark.parametrize(
+    "name, params, version, error, word",
+    [
+        ("a/b", {}, 1, ValueError, "name"),
+        ("", {}, 1, ValueError, "name"),
+        ("../up", {}, 1, ValueError, "name"),
+        (3, {}, 1, ValueError, "name"),
+        ("g", {}, -1, TypeError, "version"),
+        ("g", {}, "1", TypeError, "version"),
+        ("g", {}, True, TypeError, "version"),
+        ("g", [1], 1, TypeError, "params"),
+        ("g", {1: 2}, 1, TypeError, "params"),
+        ("g", {"a": {1: 2}}, 1, TypeError, "params"),
+        ("g", {"a": float("nan")}, 1, ValueError, "params"),
+        ("g", {"a": np.zeros(2)}, 1, TypeError, "params"),
+        ("g", {"a": {1}}, 1, TypeError, "params"),
+    ],
+)
 def test_key_refuses(name, params, version, error, word):
     with pytest.raises(error, match=word):
         cache_key(name, params, version)
 
 
 def test_round_trip_of_kinds(tmp_path):
-    arrays = {"f": np.arange(6, dtype="f4").reshape(2, 3), "i": np.array(2**62), "b": np.array([True, False]), "s": np.array(["ab", "c"]), "e": np.zeros((0, 3))}
+    arrays = {
+        "f": np.arange(6, dtype="f4").reshape(2, 3),
+        "i": np.array(2**62),
+        "b": np.array([True, False]),
+        "s": np.array(["ab", "c"]),
+        "e": np.zeros((0, 3)),
+    }
     save_arrays(tmp_path / "deep" / "x.npz", arrays)
     back = load_arrays(tmp_path / "deep" / "x.npz")
     assert sorted(back) == sorted(arrays)
@@ -40,8 +64,17 @@ def test_round_trip_of_kinds(tmp_path):
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["x.npz"]
 
 
-@pytest.mark.parametrize("arrays, error", [({}, TypeError), ([1], TypeError), ({"x": np.array([object()])}, TypeError), ({"_sha256": np.zeros(1)}, ValueError),
-                                           ({"file": np.zeros(1)}, ValueError), ({3: np.zeros(1)}, ValueError)])
+@pytest.mark.parametrize(
+    "arrays, error",
+    [
+        ({}, TypeError),
+        ([1], TypeError),
+        ({"x": np.array([object()])}, TypeError),
+        ({"_sha256": np.zeros(1)}, ValueError),
+        ({"file": np.zeros(1)}, ValueError),
+        ({3: np.zeros(1)}, ValueError),
+    ],
+)
 def test_save_refuses_and_leaves_nothing(tmp_path, arrays, error):
     with pytest.raises(error, match="arrays"):
         save_arrays(tmp_path / "x.npz", arrays)
@@ -50,20 +83,35 @@ def test_save_refuses_and_leaves_nothing(tmp_path, arrays, error):
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     save_arrays(tmp_path / "x.npz", {"x": np.arange(3)})
+
     def stop(file, **_):
         file.write(b"PK half")
         raise KeyboardInterrupt
+
     monkeypatch.setattr(np, "savez_compressed", stop)
     with pytest.raises(KeyboardInterrupt):
         save_arrays(tmp_path / "x.npz", {"x": np.arange(4)})
     assert (load_arrays(tmp_path / "x.npz")["x"] == np.arange(3)).all() and len(list(tmp_path.iterdir())) == 1
 
 
-def _damage_cut(path): path.write_bytes(path.read_bytes()[:100])
-def _damage_empty(path): path.write_bytes(b"")
-def _damage_text(path): path.write_text("not a zip")
-def _damage_other_arrays(path): np.savez(path, x=np.arange(5))
-def _damage_pickle(path): np.savez(path, x=np.array([{"a": 1}], dtype=object), allow_pickle=True)
+def _damage_cut(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def _damage_empty(path):
+    path.write_bytes(b"")
+
+
+def _damage_text(path):
+    path.write_text("not a zip")
+
+
+def _damage_other_arrays(path):
+    np.savez(path, x=np.arange(5))
+
+
+def _damage_pickle(path):
+    np.savez(path, x=np.array([{"a": 1}], dtype=object), allow_pickle=True)
 
 
 def _damage_swap(path):
@@ -80,12 +128,17 @@ def _damage_bits(path):
     path.write_bytes(bytes(raw))
 
 
-@pytest.mark.parametrize("damage", [_damage_cut, _damage_empty, _damage_text, _damage_other_arrays, _damage_pickle, _damage_swap, _damage_bits])
+@pytest.mark.parametrize(
+    "damage",
+    [_damage_cut, _damage_empty, _damage_text, _damage_other_arrays, _damage_pickle, _damage_swap, _damage_bits],
+)
 def test_broken_entries_are_rebuilt_with_a_warning(tmp_path, damage):
     calls = []
+
     def build():
         calls.append(1)
         return {"x": np.random.default_rng(0).normal(size=500)}
+
     first = cached("g", {"n": 500}, build, version=1, root=tmp_path)["x"]
     entry = next((tmp_path / "g").iterdir())
     damage(entry)
@@ -103,6 +156,7 @@ def test_broken_entries_are_rebuilt_with_a_warning(tmp_path, damage):
 def test_a_failing_build_leaves_nothing(tmp_path):
     def build():
         raise RuntimeError("no luck")
+
     with pytest.raises(RuntimeError, match="no luck"):
         cached("g", {}, build, version=1, root=tmp_path)
     assert not list(tmp_path.rglob("*.*"))
@@ -120,11 +174,18 @@ def test_root_argument_variable_home(tmp_path, monkeypatch):
 def test_two_writers_at_once(tmp_path):
     def one(_):
         return int(cached("g", {}, lambda: {"x": np.arange(20_000)}, version=1, root=tmp_path)["x"].sum())
+
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(one, range(32))) == {sum(range(20_000))}
-    code = ("import sys, numpy as np; from sparseattn.data.cache import cached\n"
-            "for k in range(20): assert cached('p', {'k': k}, lambda: {'x': np.full(3000, k)}, version=1, root=sys.argv[1])['x'].sum() == 3000 * k")
-    both = [subprocess.Popen([sys.executable, "-W", "error", "-c", code, str(tmp_path)]) for _ in range(2)]
+    code = (  # the module alone, without the package's imports
+        "import sys, runpy, numpy as np\n"
+        "cached = runpy.run_path(sys.argv[2])['cached']\n"
+        "for k in range(20):\n"
+        "    x = cached('p', {'k': k}, lambda: {'x': np.full(3000, k)}, version=1, root=sys.argv[1])['x']\n"
+        "    assert (x == k).all()"
+    )
+    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path), inspect.getsourcefile(cached)]
+    both = [subprocess.Popen(command) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
     assert len(list((tmp_path / "p").iterdir())) == 20 and len(list((tmp_path / "g").iterdir())) == 1
 
@@ -137,7 +198,9 @@ def test_data_path(tmp_path, monkeypatch):
     (tmp_path / "trackml" / "x.npz").write_bytes(b"")
     assert data_path("trackml", "x.npz", root=tmp_path).exists()
     monkeypatch.setenv("SPARSEATTN_DATA", str(tmp_path))
-    assert data_path("trackml", "x.npz") == tmp_path / "trackml" / "x.npz" and have_data("trackml") and not have_data("no")
+    assert (
+        data_path("trackml", "x.npz") == tmp_path / "trackml" / "x.npz" and have_data("trackml") and not have_data("no")
+    )
     with pytest.raises(FileNotFoundError, match="no/y.npz.*SPARSEATTN_DATA"):
         data_path("no", "y.npz")
     with pytest.raises(ValueError, match="names"):

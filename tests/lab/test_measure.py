@@ -1,0 +1,350 @@
+"""Costs against torch's counter and brute force; timing, memory, fits, command line."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparseattn.lab import measure
+from sparseattn.lab.measure import (
+    Ceilings,
+    Cost,
+    block_pairs,
+    compare,
+    counted_flops,
+    dense_attention_cost,
+    fit_nlogn,
+    hept_attention_cost,
+    linear_cost,
+    loglog_slope,
+    machine_ceilings,
+    main,
+    malloc_environment,
+    matmul_cost,
+    peak_memory,
+    sort_cost,
+)
+
+MiB = 2**20
+
+
+def half(x):
+    return -0.5 * (x**2).sum(-1, keepdim=True)
+
+
+def gaussian(q, k, v):
+    """Gaussian attention with norms and denominator folded into the two products."""
+    weight = (
+        torch.cat([q, torch.ones_like(q[..., :1]), half(q)], -1)
+        @ torch.cat([k, half(k), torch.ones_like(k[..., :1])], -1).mT
+    ).exp()
+    total = weight @ torch.cat([v, torch.ones_like(k[..., :1])], -1)
+    return total[..., :-1] / total[..., -1:]
+
+
+def test_costs_add_and_repeat():
+    a, b = Cost(1, 2, 3, "a"), Cost(10, 20, 30, "b")
+    assert a + b == Cost(11, 22, 33, "a + b") and sum([a, b]) == a + b and 3 * a == a * 3 == Cost(3, 6, 9, "3 x (a)")
+    assert Cost(6, 3).intensity == 2 and Cost(6).intensity == math.inf
+    machine = Ceilings(copy=10.0, gemm=100.0, exp=5.0, threads=1, device="cpu")
+    assert (
+        Cost(50, 1, 1).floor(machine) == 0.5
+        and Cost(50, 20, 1).floor(machine) == 2
+        and Cost(50, 20, 50).floor(machine) == 10
+    )
+    with pytest.raises(TypeError):
+        a + 1
+
+
+@pytest.mark.parametrize(
+    "batch, heads, n, keys, dim, value_dim", [(1, 1, 1, 1, 1, 1), (2, 3, 17, 29, 8, 5), (1, 8, 64, 64, 24, 24)]
+)
+def test_dense_flops_equal_the_counter(batch, heads, n, keys, dim, value_dim):
+    q, k, v = (torch.randn(batch, heads, m, d) for m, d in ((n, dim), (keys, dim), (keys, value_dim)))
+    shape = dict(n=n, heads=heads, dim=dim, value_dim=value_dim, keys=keys, batch=batch)
+    assert counted_flops(lambda: (q @ k.mT).softmax(-1) @ v) == dense_attention_cost(**shape).flops
+    cost = dense_attention_cost(**shape, kernel="gaussian")
+    assert counted_flops(gaussian, q, k, v) == cost.flops and cost.exps == batch * heads * n * keys
+    assert cost.bytes == 4 * (q.numel() + k.numel() + v.numel() + batch * heads * n * value_dim)
+    stored = dense_attention_cost(**shape, kernel="gaussian", stored=True)
+    assert stored.bytes - cost.bytes == 2 * 4 * cost.exps
+
+
+def test_counter_does_not_see_fused_attention():
+    q = torch.randn(1, 2, 64, 32)
+    assert counted_flops(F.scaled_dot_product_attention, q, q, q) == 0
+
+
+@pytest.mark.parametrize("m, k, n", [(1, 1, 1), (3, 5, 7), (64, 32, 16)])
+def test_matmul_and_linear(m, k, n):
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    cost = matmul_cost(m, k, n)
+    assert counted_flops(torch.mm, a, b) == cost.flops and cost.bytes == 4 * (a.numel() + b.numel() + m * n)
+    assert counted_flops(torch.bmm, a.expand(6, m, k), b.expand(6, k, n)) == matmul_cost(m, k, n, batch=6).flops
+    layer = torch.nn.Linear(k, n)
+    assert counted_flops(layer, a) == linear_cost(m, k, n).flops
+    assert linear_cost(m, k, n).bytes - linear_cost(m, k, n, bias=False).bytes == 4 * n
+
+
+@pytest.mark.parametrize("n, block", [(1, 1), (10, 4), (12, 4), (3, 100), (101, 100)])
+def test_block_pairs_by_counting(n, block):
+    label = np.arange(n) // block
+    assert block_pairs(n, block) == (label[:, None] == label).sum()
+
+
+@pytest.mark.parametrize("n, block, tables", [(40, 8, 3), (42, 8, 2), (5, 100, 1)])
+def test_hept_flops_equal_the_counter(n, block, tables):
+    heads, dim, value_dim = 2, 6, 5
+
+    def run():
+        for _ in range(tables):
+            for rows in torch.arange(n).split(block):
+                x = torch.randn(heads, len(rows), dim)
+                gaussian(x, x, torch.randn(heads, len(rows), value_dim))
+
+    cost = hept_attention_cost(n, heads, dim, value_dim, tables=tables, block=block)
+    assert counted_flops(run) == cost.flops and cost.exps == heads * tables * block_pairs(n, block)
+    assert cost.bytes == 4 * heads * n * (2 * dim + 2 * value_dim)
+    again = hept_attention_cost(n, heads, dim, value_dim, tables=tables, block=block, reread=True)
+    assert again.bytes == 4 * heads * n * (tables * (2 * dim + value_dim) + 2 * tables * (value_dim + 1) + value_dim)
+    assert hept_attention_cost(n, heads, dim, value_dim, tables=tables, block=block, batch=3).flops == 3 * cost.flops
+
+
+def test_sort_cost():
+    assert sort_cost(1024, 3) == Cost(3 * 1024 * 10, 3 * 1024 * 12, 0, "sort") and sort_cost(1).flops == 0
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: matmul_cost(0, 1, 1), "m"),
+        (lambda: matmul_cost(1, 1.5, 1), "k"),
+        (lambda: dense_attention_cost(-3, 1, 1), "n"),
+        (lambda: dense_attention_cost(3, 1, 1, kernel="cosine"), "kernel"),
+        (lambda: hept_attention_cost(3, 1, 1, block=0), "block"),
+        (lambda: hept_attention_cost(3, 1, 1, tables=True), "tables"),
+        (lambda: sort_cost(3, 0), "rows"),
+    ],
+)
+def test_bad_sizes_name_the_argument(call, name):
+    with pytest.raises(ValueError, match=f"^{name}:"):
+        call()
+
+
+def test_compare_knows_a_fivefold():
+    def nap(seconds):
+        return lambda: time.sleep(seconds)
+
+    table = compare({"short": nap(0.01), "long": nap(0.05), "same": nap(0.01)}, repeats=5, warmup=0)
+    assert list(table.index) == ["short", "long", "same"] and (table.repeats == 5).all() and table.speedup["short"] == 1
+    assert 0.01 <= table["median"]["short"] < 0.04 and 0.05 <= table["median"]["long"]
+    assert 1 / 6 < table.speedup["long"] < 1 / 2.5
+    assert (table.q25 <= table["median"]).all() and (table.speedup_q25 <= table.speedup_q75).all()
+    assert (
+        compare({"nap": nap(0.05)}, repeats=3, clock="cpu")["median"]["nap"] < 0.02
+    )  # sleeping costs no processor time
+
+
+def test_compare_interleaves_and_restores_threads():
+    order, threads = [], torch.get_num_threads()
+    compare({n: (lambda n=n: order.append(n)) for n in "abc"}, repeats=3, warmup=1, threads=1)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab" and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    "arguments, name",
+    [
+        (({},), "functions"),
+        (({"a": 3},), "functions"),
+        (({"a": print}, 0), "repeats"),
+        (({"a": print}, 1, 1, 0), "threads"),
+        (({"a": print}, 1, 1, 1, "sun"), "clock"),
+    ],
+)
+def test_compare_bad_input(arguments, name):
+    with pytest.raises(ValueError, match=name):
+        compare(*arguments)
+
+
+def test_fits():
+    n = np.array([1_000, 2_000, 8_000, 64_000])
+    assert loglog_slope(n, 3 * n**1.5) == pytest.approx(1.5)
+    fit = fit_nlogn(n, 0.5 + 1e-6 * n * np.log2(n))
+    assert (fit.constant, fit.rate) == (pytest.approx(0.5), pytest.approx(1e-6)) and fit.error < 1e-9
+    np.testing.assert_allclose(fit(n), 0.5 + 1e-6 * n * np.log2(n))
+    assert fit_nlogn(n, n.astype(float) ** 2).error > 0.3
+    for bad in (([1, 2], [1]), ([1], [1]), ([1, 2], [0, 1]), ([1, float("nan")], [1, 1])):
+        with pytest.raises(ValueError, match="n and t"):
+            loglog_slope(*bad)
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
+
+
+@linux
+@pytest.mark.parametrize("isolate", [True, False])
+def test_peak_memory_of_known_allocations(isolate):
+    assert peak_memory(lambda: None, isolate=isolate) < MiB
+    peak = peak_memory(lambda: torch.ones(16 * MiB).sum(), isolate=isolate)
+    assert peak == pytest.approx(64 * MiB, abs=2 * MiB)
+    assert peak_memory(lambda: (torch.ones(16 * MiB), torch.ones(16 * MiB)), isolate=isolate) == pytest.approx(
+        128 * MiB, abs=2 * MiB
+    )
+
+
+@linux
+def test_peak_memory_is_not_fooled_by_free_memory():
+    pieces = [torch.ones(1024) for _ in range(16 * 1024)]
+    del pieces
+    assert peak_memory(lambda: [torch.ones(1024) for _ in range(8 * 1024)]) > 31 * MiB
+
+
+@linux
+def test_peak_memory_reports_failure_and_leaves_no_trace():
+    seen = []
+    with pytest.raises(RuntimeError, match="KeyError: 'x'"):
+        peak_memory(lambda: (seen.append(1), {}["x"]))
+    assert not seen  # it ran in a copy
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        peak_memory(lambda: os._exit(3))
+    with pytest.raises(TimeoutError, match="isolate=False"):
+        peak_memory(lambda: time.sleep(60), timeout=0.3)
+
+
+@linux
+def test_peak_memory_works_with_gradients():
+    x = torch.randn(300, 300, requires_grad=True)
+    (x @ x).sum().backward()
+    assert peak_memory(lambda: (x @ x).exp().sum().backward()) >= 0
+
+
+def test_ceilings_are_plausible():
+    machine = machine_ceilings(threads=1)
+    assert 1e8 < machine.copy < 1e13 and 1e9 < machine.gemm < 1e15 and 1e6 < machine.exp < 1e13 and machine.threads == 1
+
+
+TOY = """
+import torch
+def squares(n):
+    x = torch.ones(n)
+    return {"temporary": lambda: (x * x).sum(), "dot": lambda: x @ x}
+def nothing(n): return {}
+number = 3
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    (tmp_path / "measure_toy.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(measure, "_restart_in", lambda regime: None)
+    yield tmp_path
+    sys.modules.pop("measure_toy", None)
+
+
+def test_command_line_in_process(toy, capsys):
+    assert main(["measure_toy:squares", "--n", "10", "1000", "--repeats", "3", "--csv", str(toy / "out.csv")]) == 0
+    table = pd.read_csv(toy / "out.csv")
+    assert table.n.tolist() == [10, 10, 1000, 1000] and table.name.tolist() == ["temporary", "dot"] * 2
+    assert (
+        (table.speedup[table.name == "temporary"] == 1).all()
+        and (table.threads == 1).all()
+        and set(table.malloc) == {"default"}
+    )
+    assert "temporary" in capsys.readouterr().out
+    assert sorted(p.name for p in toy.iterdir() if p.suffix != "" and "cache" not in p.name) == [
+        "measure_toy.py",
+        "out.csv",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["no_such_module_here:f", "--n", "3"], "no module named 'no_such_module_here'"),
+        (["measure_toy:squarez", "--n", "3"], "no function 'squarez'; it has squares"),
+        (["measure_toy:number", "--n", "3"], "no function"),
+        (["measure_toy", "--n", "3"], "expected package.module:function"),
+        (["measure_toy:squares", "--n", "0"], "positive integer, got '0'"),
+        (["measure_toy:squares", "--n", "many"], "positive integer, got 'many'"),
+        (["measure_toy:squares"], "--n"),
+        (["measure_toy:nothing", "--n", "3"], "non-empty dict"),
+        (["measure_toy:squares", "--n", "3", "--malloc", "fast"], "--malloc"),
+    ],
+)
+def test_command_line_errors(toy, capsys, arguments, words):
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--csv", str(toy / "out.csv")])
+    assert stop.value.code == 2 and words in capsys.readouterr().err and not (toy / "out.csv").exists()
+
+
+glibc = pytest.mark.skipif(measure.platform.libc_ver()[0] != "glibc", reason="switches of glibc")
+
+
+@glibc
+@pytest.mark.parametrize(
+    "inherited, wanted, restarts",
+    [("default", "default", 0), ("default", "reuse", 1), ("reuse", "default", 1), ("reuse", "reuse", 0)],
+)
+def test_restart_only_if_the_allocator_was_set_otherwise(monkeypatch, inherited, wanted, restarts):
+    calls = []
+    for name, value in malloc_environment(inherited).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(measure.os, "execve", lambda program, words, environment: calls.append((words, environment)))
+    measure._restart_in(wanted)
+    assert len(calls) == restarts
+    for words, environment in calls:
+        assert words[1:] == sys.orig_argv[1:]
+        assert {k: v for k, v in environment.items() if k in measure.REUSE} == (
+            measure.REUSE if wanted == "reuse" else {}
+        )
+    with pytest.raises(ValueError, match="regime"):
+        malloc_environment("fast")
+
+
+@glibc
+def test_malloc_reuse_ends_page_faults(tmp_path):
+    """Ten temporaries of 40 MB are 97,656 pages of 4 KiB; with reuse the process keeps them."""
+    (tmp_path / "faults_toy.py").write_text(
+        "import resource, numpy as np\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "def work():\n    for _ in range(10): np.ones(5_000_000)\n"
+        "def count(n):\n    work(); before = faults(); work(); print('faults', faults() - before)\n"
+        "    return {'a': lambda: None}\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "sparseattn.lab.measure",
+            "faults_toy:count",
+            "--n",
+            "1",
+            "--repeats",
+            "1",
+            "--malloc",
+            "reuse",
+        ],
+        cwd=tmp_path,
+        env=malloc_environment("default"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    faults = next(line for line in done.stdout.splitlines() if line.startswith("faults")).split()[1]
+    assert int(faults) < 20_000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_and_ceilings_of_a_gpu():
+    peak = peak_memory(lambda: torch.ones(16 * MiB, device="cuda").sum(), device="cuda")
+    assert 64 * MiB <= peak < 66 * MiB
+    assert machine_ceilings(device="cuda").copy > 1e10

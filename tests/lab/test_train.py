@@ -1,0 +1,380 @@
+"""Training loop: exact resumption, stops, schedules, several processes."""
+
+import collections
+import dataclasses
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from sparseattn.lab import train as T
+from sparseattn.lab.train import Fitted, Optimiser, Schedule, fit, to_device
+
+POINTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 1), nn.Flatten(0)
+    )
+
+
+def batches(epoch):
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(epoch))
+    return [{"x": rows} for rows in POINTS[order].split(16)]  # 6 batches
+
+
+def loss(model, batch, generator):
+    noise = 0.1 * torch.randn(batch["x"].shape, generator=generator)
+    return ((model(batch["x"] + noise) - batch["x"].prod(1)) ** 2).mean()
+
+
+def validate(model):
+    assert not model.training and not torch.is_grad_enabled()
+    return {"error": float(((model(POINTS) - POINTS.prod(1)) ** 2).mean()), "other": 1.0}
+
+
+KEEP = dict(optimiser=Optimiser(lr=1e-2, clip=1.0), validate=validate, mode="min")
+
+
+def equal(a: Fitted, b: Fitted):
+    assert [{k: v for k, v in r.items() if k != "seconds"} for r in a.history] == [
+        {k: v for k, v in r.items() if k != "seconds"} for r in b.history
+    ]
+    assert (a.best_epoch, a.best_score) == (b.best_epoch, b.best_score)
+    for left, right in ((a.model.state_dict(), b.model.state_dict()), (a.best, b.best)):
+        assert left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule(), Schedule("step", every=2), Schedule("plateau", patience=0), Schedule("cosine")],
+    ids=lambda s: s.kind,
+)
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_stopped_and_resumed_is_bitwise_equal(tmp_path, schedule, name):
+    keep = KEEP | dict(schedule=schedule, optimiser=Optimiser(name, lr=1e-2, clip=1.0))
+    straight = fit(network(), batches, loss, epochs=6, **keep)
+
+    def stops(model):  # ends the first session after its third epoch's checkpoint
+        if stops.left == 0:
+            raise InterruptedError
+        stops.left -= 1
+        return validate(model)
+
+    stops.left = 3
+    with pytest.raises(InterruptedError):
+        fit(network(), batches, loss, epochs=6, checkpoint_dir=tmp_path, **keep | {"validate": stops})
+    resumed = fit(network(), batches, loss, epochs=6, checkpoint_dir=tmp_path, **keep)
+    equal(straight, resumed)
+    again = fit(network(), batches, loss, epochs=6, checkpoint_dir=tmp_path, **keep)  # finished: nothing to do
+    equal(straight, again)
+    assert [r["seconds"] for r in again.history] == [r["seconds"] for r in resumed.history]
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_more_epochs_later_and_starting_anew(tmp_path):
+    straight = fit(network(), batches, loss, epochs=6, **KEEP)
+    fit(network(), batches, loss, epochs=3, checkpoint_dir=tmp_path, every=2, **KEEP)
+    equal(straight, fit(network(), batches, loss, epochs=6, checkpoint_dir=tmp_path, every=2, **KEEP))
+    anew = fit(network(), batches, loss, epochs=2, checkpoint_dir=tmp_path, resume=False, **KEEP)
+    assert len(anew.history) == 2
+
+
+@pytest.mark.parametrize("at", [1, 6, 8, 12])
+def test_ctrl_c_loses_nothing(tmp_path, at):
+    calls = itertools.count(1)
+
+    def interrupted(model, batch, generator):
+        if next(calls) == at:
+            signal.raise_signal(signal.SIGINT)
+        return loss(model, batch, generator)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match=f"step {at}"):
+        fit(network(), batches, interrupted, epochs=3, checkpoint_dir=tmp_path, **KEEP)
+    assert signal.getsignal(signal.SIGINT) is before
+    equal(
+        fit(network(), batches, loss, epochs=3, **KEEP),
+        fit(network(), batches, interrupted, epochs=3, checkpoint_dir=tmp_path, **KEEP),
+    )
+    assert next(calls) == 3 * 6 + 1
+
+
+def test_second_ctrl_c_interrupts_at_once(tmp_path):
+    def twice(model, batch, generator):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(network(), batches, twice, epochs=3, checkpoint_dir=tmp_path, **KEEP)
+    assert not list(tmp_path.iterdir())
+
+
+PROGRAM = textwrap.dedent("""
+    import os, signal, sys, torch
+    sys.path.insert(0, {folder!r})
+    from test_train import KEEP, batches, fit, loss, network
+    torch.set_num_threads(1)
+    count = 0
+    def deadly(model, batch, generator):
+        global count
+        count += 1
+        if count == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(model, batch, generator)
+    fit(network(), batches, deadly, epochs=6, checkpoint_dir=sys.argv[1], **KEEP)
+""")
+
+
+def test_killed_process_and_resumed(tmp_path):
+    program = PROGRAM.format(folder=os.path.dirname(__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 3
+    equal(
+        fit(network(), batches, loss, epochs=6, **KEEP),
+        fit(network(), batches, loss, epochs=6, checkpoint_dir=tmp_path, **KEEP),
+    )
+
+
+def test_crash_while_writing_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    fit(network(), batches, loss, epochs=2, checkpoint_dir=tmp_path, **KEEP)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+
+    def half(content, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(T.torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        fit(network(), batches, loss, epochs=3, checkpoint_dir=tmp_path, **KEEP)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(seed=1), "seed was 0, is 1"),
+        (dict(optimiser=Optimiser(lr=1.0)), "other settings"),
+        (dict(mode="max"), "mode"),
+    ],
+)
+def test_checkpoint_of_other_settings(tmp_path, change, words):
+    fit(network(), batches, loss, epochs=1, checkpoint_dir=tmp_path, **KEEP)
+    with pytest.raises(ValueError, match=words):
+        fit(network(), batches, loss, epochs=2, checkpoint_dir=tmp_path, **KEEP | change)
+
+
+def test_checkpoint_of_another_model_or_broken(tmp_path):
+    fit(network(), batches, loss, epochs=1, checkpoint_dir=tmp_path, **KEEP)
+    with pytest.raises(ValueError, match="another model"):
+        fit(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), batches, loss, epochs=2, checkpoint_dir=tmp_path, **KEEP)
+    (tmp_path / "checkpoint.pt").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="delete it"):
+        fit(network(), batches, loss, epochs=2, checkpoint_dir=tmp_path, **KEEP)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def test_checkpoint_cannot_run_code(tmp_path, capsys):
+    torch.save({"model": Evil()}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="cannot read"):
+        fit(network(), batches, loss, epochs=2, checkpoint_dir=tmp_path, **KEEP)
+    assert "code ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_loss_names_the_step(bad):
+    count = itertools.count()
+    with pytest.raises(FloatingPointError, match=r"step 7 \(epoch 1, batch 1\)"):
+        fit(network(), batches, lambda m, b, g: loss(m, b, g) * (bad if next(count) == 7 else 1.0), epochs=2)
+
+
+def test_non_finite_gradient_names_the_step():
+    with pytest.raises(FloatingPointError, match="gradient norm is .* at step 0"):
+        fit(
+            network(),
+            batches,
+            lambda m, b, g: (0 * m(b["x"]).abs().sum()).sqrt(),
+            epochs=1,
+            optimiser=Optimiser(clip=1.0),
+        )
+
+
+def test_budget_steps_and_history(tmp_path):
+    fitted = fit(network(), batches, loss, epochs=50, max_seconds=0.0, checkpoint_dir=tmp_path, **KEEP)
+    assert fitted.stopped == "max_seconds" and len(fitted.history) == 1 and fitted.history[0]["seconds"] > 0
+    more = fit(network(), batches, loss, epochs=50, max_seconds=0.0, checkpoint_dir=tmp_path, **KEEP)
+    assert more.stopped == "max_seconds" and len(more.history) == 1  # the budget counts all sessions
+    fitted = fit(network(), batches, loss, steps=8, **KEEP)
+    assert fitted.stopped == "steps" and [r["step"] for r in fitted.history] == [6, 8]
+    assert list(fitted.history[0]) == ["epoch", "step", "loss", "lr", "seconds", "error", "other"]
+
+
+def test_best_weights_are_kept():
+    scores = iter([0.1, 0.9, 0.3, float("nan")])
+    seen = []
+
+    def fake(model):
+        seen.append({k: v.clone() for k, v in model.state_dict().items()})
+        return {"score": next(scores)}
+
+    fitted = fit(network(), batches, loss, epochs=4, validate=fake)
+    assert fitted.best_epoch == 1 and fitted.best_score == 0.9
+    assert all(torch.equal(v, seen[3][k]) for k, v in fitted.model.state_dict().items()) and not fitted.model.training
+    assert all(torch.equal(v, seen[1][k]) for k, v in fitted.use_best().state_dict().items())
+    every = fit(network(), batches, loss, epochs=4, validate=validate, validate_every=2, metric="other")
+    assert ["error" in r for r in every.history] == [False, True, False, True] and every.best_score == 1.0
+
+
+def test_global_generator_is_given_back_and_seed_matters():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    model = network()
+    torch.set_rng_state(state)
+    a = fit(model, batches, loss, epochs=1, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    b = fit(network(), batches, loss, epochs=1, seed=2)
+    assert a.history[0]["loss"] != b.history[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (dict(epochs=None), "epochs and steps"),
+        (dict(steps=3), "epochs and steps"),
+        (dict(epochs=0), "epochs"),
+        (dict(mode="best"), "mode"),
+        (dict(optimiser=Optimiser("adamax")), "optimiser"),
+        (dict(schedule=Schedule("linear")), "schedule"),
+        (dict(schedule=Schedule("plateau")), "plateau"),
+        (dict(epochs=None, steps=3, schedule=Schedule("cosine")), "cosine"),
+        (dict(validate=validate, metric="accuracy"), "metric"),
+        (dict(every=0), "every"),
+    ],
+)
+def test_bad_arguments(change, word):
+    with pytest.raises(ValueError, match=word):
+        fit(network(), batches, loss, **{"epochs": 1, **change})
+
+
+def test_no_batches():
+    with pytest.raises(ValueError, match="batches"):
+        fit(network(), lambda epoch: [], loss, epochs=1)
+
+
+def test_to_device_walks_through_containers():
+    Pair = collections.namedtuple("Pair", "a b")
+
+    @dataclasses.dataclass(frozen=True)
+    class Cloud:
+        x: torch.Tensor
+        name: str
+
+    moved = to_device(
+        {"c": Cloud(torch.zeros(2), "n"), "p": Pair(torch.ones(1), 3), "l": [torch.ones(1)], "none": None}, "meta"
+    )
+    assert moved["c"].x.is_meta and moved["c"].name == "n" and moved["p"].a.is_meta and moved["p"].b == 3
+    assert moved["l"][0].is_meta and moved["none"] is None and to_device(torch.zeros(1), "meta").is_meta
+
+
+TWIN = textwrap.dedent("""
+    import os, sys, torch
+    from torch import nn
+    from sparseattn.lab.train import Optimiser, Schedule, fit
+
+    def train(size, epochs, folder=None):
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+        model.unused = nn.Parameter(torch.ones(3))
+        points = torch.randn(256, 4, generator=torch.Generator().manual_seed(0))
+        loss = lambda model, x, generator: ((model(x) - x.prod(1)) ** 2).mean()
+        validate = lambda model: {"error": float(((model(points) - points.prod(1)) ** 2).mean())}
+        return fit(model, lambda epoch: points.split(size), loss, epochs=epochs, optimiser=Optimiser(lr=1e-2),
+                   validate=validate, mode="min", schedule=Schedule("plateau", patience=0), checkpoint_dir=folder)
+
+    if __name__ == "__main__":
+        train(32, 2, sys.argv[1])
+        fitted = train(32, 4, sys.argv[1])
+        if os.environ["RANK"] == "0":
+            torch.save([fitted.model.state_dict(), fitted.history], sys.argv[2])
+""")
+
+
+def test_two_processes_equal_one_with_joined_batches(tmp_path):
+    """Under torchrun, with gloo, stopped after two epochs and resumed; weights to 1e-6."""
+    (tmp_path / "twin.py").write_text(TWIN)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "twin.py",
+        "state",
+        "out.pt",
+    ]
+    done = subprocess.run(
+        launch, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    weights, history = torch.load(tmp_path / "out.pt", weights_only=True)
+    space = {"__name__": "twin"}
+    exec(TWIN, space)
+    one = space["train"](64, 4)
+    assert len(history) == 4
+    for name, weight in one.model.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)
+    for ours, theirs in zip(history, one.history, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6) and ours["error"] == pytest.approx(
+            theirs["error"], abs=1e-6
+        )
+    with pytest.raises(ValueError, match="processes was 2, is 1"):
+        space["train"](32, 5, tmp_path / "state")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_resumed_on_a_gpu(tmp_path):
+    def noisy(model, batch, generator):
+        assert batch["x"].is_cuda and generator.device.type == "cuda"
+        return (
+            (
+                model(batch["x"] + 0.1 * torch.randn(batch["x"].shape, generator=generator, device="cuda"))
+                - batch["x"].prod(1)
+            )
+            ** 2
+        ).mean()
+
+    keep = dict(optimiser=Optimiser(lr=1e-2), device="cuda")
+    straight = fit(network(), batches, noisy, epochs=4, **keep)
+    fit(network(), batches, noisy, epochs=2, checkpoint_dir=tmp_path, **keep)
+    resumed = fit(network(), batches, noisy, epochs=4, checkpoint_dir=tmp_path, **keep)
+    for a, b in zip(straight.model.state_dict().values(), resumed.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
