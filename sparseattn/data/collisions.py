@@ -678,7 +678,10 @@ def _run(tasks: list[tuple], workers: int, progress: bool) -> None:
         for _ in _bar(pool.map(_fill, tasks), len(tasks), progress):
             pass
 
-# %% ../../nbs/data/15_collisions.ipynb #eb78d23d
+# %% ../../nbs/data/15_collisions.ipynb #74acb3dd
+_cut = sectors        # the function above; below, the name is an argument
+
+
 def simulated_dataset(clouds: int, *, seed: int = 0, pileup: float = 200, sectors: int = 10, noise: float = 0.057,
                       workers: int = 1, progress: bool = True, root: str | Path | None = None) -> list[Cloud]:
     """Simulated clouds like Tracking-6k (`sectors=10`) or Tracking-60k (`sectors=1`); through the cache.
@@ -706,9 +709,6 @@ def simulated_dataset(clouds: int, *, seed: int = 0, pileup: float = 200, sector
                              progress=progress, root=root)
     cut = events if sectors == 1 else [part for event in events for part in _cut(event, sectors)]
     return cut[:clouds]
-
-
-_cut = sectors
 
 # %% ../../nbs/data/15_collisions.ipynb #79a9d367
 def example_clouds() -> list[Cloud]:

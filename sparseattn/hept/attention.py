@@ -95,7 +95,7 @@ def _chunks(blocks, block_size, device):
     step = max(1, (2**19 if device.type == "cpu" else 2**27) // block_size**2)
     return [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
 
-# %% ../../nbs/hept/32_attention.ipynb #26e91243
+# %% ../../nbs/hept/32_attention.ipynb #c997881f
 class _Tile:
     "Extended rows of queries and keys of some heads, and buffers for a chunk of blocks."
 
@@ -115,7 +115,7 @@ class _Tile:
         half = [_half_square(x[:, :d]) for x in (self.queries, self.keys)]
         self.near = bool(max(x.amax() for x in half) < 64)
         self.queries[:, d + 1], self.keys[:, d] = -half[0], -half[1]
-        self.shift = None
+        self.shift, self.lowest = None, math.log(torch.finfo(q.dtype).tiny) + 1
         earlier = range(len(slots_q) - 1 if union else 0)
         self.seen = [[_block_numbers(s[t], len(self.queries)) for s in (self.slots_q, self.slots_k)] for t in earlier]
         self._buffers(slots_q.shape[3])
@@ -145,7 +145,7 @@ class _Tile:
     def weights(self, table, first, last):
         "As `exponents`, with the weights; pairs that met in an earlier table get 0 when each pair counts once."
         a, b, w = self.exponents(table, first, last)
-        w.clamp_(max=0).exp_()
+        w.clamp_(self.lowest, 0).exp_()
         for block_q, block_k in self.seen[:table]:
             met = block_q[self.slots_q[table, first:last]][:, :, None] == block_k[self.slots_k[table, first:last]][:, None]
             w.masked_fill_(met, 0)
