@@ -34,6 +34,11 @@ class Notebook:
     has_parameters: bool  #: has a cell tagged `parameters`, so it writes build/<scale>/figures/<stem>/run.json
     cells: tuple[tuple[str, str, str], ...]  #: (cell type, tags, source)
 
+    @property
+    def is_index(self) -> bool:
+        """Directly in nbs/: it reads the other notebooks and their ledger, so it runs after them."""
+        return not self.chapter
+
     def run_json(self, scale: str) -> str:
         """What a notebook with a parameters cell writes last."""
         return f"build/{scale}/figures/{self.stem}/run.json"
@@ -112,14 +117,14 @@ def chapters(notebooks: dict[str, Notebook]) -> list[str]:
 
 
 def select(notebooks: dict[str, Notebook], only: str, ledger: str) -> dict[str, Notebook]:
-    """The notebooks of chapter `only` (empty: of all) and the ledger.
+    """The notebooks of chapter `only` (empty: of all), the ledger and the index.
 
     Raises:
         ValueError: no such chapter.
     """
     if only and only not in chapters(notebooks):
         raise ValueError(f"unknown chapter {only!r}; choose one of: {', '.join(chapters(notebooks))}")
-    return {k: n for k, n in notebooks.items() if not only or n.chapter == only or n.stem == ledger}
+    return {k: n for k, n in notebooks.items() if not only or n.chapter == only or n.stem == ledger or n.is_index}
 
 
 class Imports:

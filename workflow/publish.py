@@ -5,7 +5,8 @@
 
 Everything is checked before anything is written. A folder of figures/ is replaced as a whole. Results of a larger
 scale stay: where figures/<stem>/ was made at `gpu`, a run at `cpu` leaves it alone and says so (delete the folder to
-have it replaced). What stood in figures/ before is kept in build/<scale>/committed/ for the page.
+have it replaced). The ledger and the index gather what is there and follow every run. What stood in figures/ before
+is kept in build/<scale>/committed/ for the page.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ def results(root: Path, scale: str, only: str = "") -> list[str]:
     texts, folders, lines = {}, {}, []
     for notebook in notebooks:
         built, committed = root / f"build/{scale}/figures/{notebook.stem}", root / "figures" / notebook.stem
-        if graph.SCALES.index(scale_of(committed)) > graph.SCALES.index(scale):
+        gathers = notebook.is_index or notebook.stem == config["ledger"]
+        if not gathers and graph.SCALES.index(scale_of(committed)) > graph.SCALES.index(scale):
             lines.append(f"kept figures/{notebook.stem}, made at {scale_of(committed)}")
             continue
         source = json.loads((root / notebook.path).read_text(encoding="utf-8"))

@@ -41,7 +41,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scale", choices=graph.SCALES, default="smoke", help="default: %(default)s")
     parser.add_argument(
-        "--only", default="", metavar="CHAPTER", help="a folder of nbs/: its notebooks, the ledger and the page"
+        "--only",
+        default="",
+        metavar="CHAPTER",
+        help="a folder of nbs/: its notebooks, the ledger, the index and the page",
     )
     parser.add_argument("--dry-run", action="store_true", help="show what would run, run nothing")
     parser.add_argument(

@@ -33,7 +33,7 @@ def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c
     scaled = coords[:, None] * (2 * omega).sqrt()[None, :, None, :]
     return torch.cat([x, scaled.to(x.dtype)], -1)
 
-# %% ../../nbs/core/02_kernels.ipynb #761ee3a4
+# %% ../../nbs/core/02_kernels.ipynb #f25440dc
 def softmax_as_gaussian(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"]):
     """Queries and keys whose Gaussian kernel gives the attention of `exp(q.k)`.
 
@@ -51,5 +51,5 @@ def softmax_as_gaussian(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"]
         (torch.Size([1, 1, 3, 3]), torch.Size([1, 1, 4, 3]))
     """
     squared = k.square().sum(-1, keepdim=True)
-    lift = (squared.amax(-2, keepdim=True) - squared).sqrt()
+    lift = (squared.detach().amax(-2, keepdim=True) + 1 - squared).sqrt()
     return torch.cat([q, torch.zeros_like(q[..., :1])], -1), torch.cat([k, lift], -1)

@@ -95,27 +95,29 @@ def _chunks(blocks, block_size, device):
     step = max(1, (2**19 if device.type == "cpu" else 2**27) // block_size**2)
     return [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
 
-# %% ../../nbs/hept/32_attention.ipynb #c997881f
+# %% ../../nbs/hept/32_attention.ipynb #43015ed2
 class _Tile:
     "Extended rows of queries and keys of some heads, and buffers for a chunk of blocks."
 
     def __init__(self, q, k, v, slots_q, slots_k, union, real):
-        n, d = q.shape[1:]
-        self.width, self.slots_q, self.slots_k = d, _flat(slots_q, n), _flat(slots_k, n)
+        n, d, e = *q.shape[1:], v.shape[-1]
+        self.width, self.start, self.one = d, _wide(d + 2), _wide(d + 2) + e  # channels of q and k, start of the values, the appended 1
+        self.slots_q, self.slots_k = _flat(slots_q, n), _flat(slots_k, n)
         centre = k.mean(1, keepdim=True)
-        self.queries, rows = _rows(q, d + 2)
+        self.queries, rows = _rows(q, self.start)
         torch.sub(q, centre, out=rows[..., :d])
+        rows[..., d:] = 0
         rows[..., d] = 1
-        self.keys, rows = _rows(k, d + 2 + v.shape[-1] + 1)
+        self.keys, rows = _rows(k, self.start + _wide(e + 1))
         torch.sub(k, centre, out=rows[..., :d])
-        rows[..., d + 1] = 1
-        rows[..., d + 2 : -1], rows[..., -1] = v, 1
+        rows[..., d : self.start], rows[..., self.start : self.one], rows[..., self.one :] = 0, v, 0
+        rows[..., d + 1] = rows[..., self.one] = 1
         if real is not None:
-            rows[..., d + 2 :] *= real[..., None]
+            rows[..., self.start :] *= real[..., None]
         half = [_half_square(x[:, :d]) for x in (self.queries, self.keys)]
         self.near = bool(max(x.amax() for x in half) < 64)
         self.queries[:, d + 1], self.keys[:, d] = -half[0], -half[1]
-        self.shift, self.lowest = None, math.log(torch.finfo(q.dtype).tiny) + 1
+        self.shift, self.lowest = None, math.log2(torch.finfo(q.dtype).tiny) + 1
         earlier = range(len(slots_q) - 1 if union else 0)
         self.seen = [[_block_numbers(s[t], len(self.queries)) for s in (self.slots_q, self.slots_k)] for t in earlier]
         self._buffers(slots_q.shape[3])
@@ -128,7 +130,7 @@ class _Tile:
         self.buffer_w = self.keys.new_empty(most, block, block)
 
     def exponents(self, table, first, last):
-        "Extended queries, extended keys, and -|q-k|^2/2 + shift of every pair in blocks first..last."
+        "Extended queries, extended keys, and (-|q-k|^2/2 + shift) log2(e) of every pair in blocks first..last."
         d, slots = self.width, self.slots_q[table, first:last]
         a = _gather(self.queries, slots, self.buffer_q)
         b = _gather(self.keys, self.slots_k[table, first:last], self.buffer_k)
@@ -139,19 +141,24 @@ class _Tile:
             a[..., d + 1], b[..., d] = -_half_square(a[..., :d]), -_half_square(b[..., :d])
         if self.shift is not None:
             a[..., d + 1] += self.shift[slots]
-        w = torch.bmm(a[..., : d + 2], b[..., : d + 2].transpose(1, 2), out=self.buffer_w[: last - first])
+        w = self.buffer_w[: last - first]
+        torch.baddbmm(w, a, b[..., : self.start].transpose(1, 2), beta=0, alpha=math.log2(math.e), out=w)
         return a, b, w
 
     def weights(self, table, first, last):
         "As `exponents`, with the weights; pairs that met in an earlier table get 0 when each pair counts once."
         a, b, w = self.exponents(table, first, last)
-        w.clamp_(self.lowest, 0).exp_()
+        w.clamp_(self.lowest, 0).exp2_()
         for block_q, block_k in self.seen[:table]:
             met = block_q[self.slots_q[table, first:last]][:, :, None] == block_k[self.slots_k[table, first:last]][:, None]
             w.masked_fill_(met, 0)
         return a, b, w
 
-# %% ../../nbs/hept/32_attention.ipynb #f7a616e5
+# %% ../../nbs/hept/32_attention.ipynb #b817187b
+def _wide(channels):
+    return -(-channels // 8) * 8
+
+
 def _rows(like, width):
     "One list of rows with one more, all zero, for empty slots; and a view of the list as (rows, points, width)."
     rows = like.new_empty(like.shape[0] * like.shape[1] + 1, width)
@@ -174,7 +181,7 @@ def _block_numbers(slots, rows):
     numbers = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
     return numbers.new_empty(rows).index_copy_(0, slots.flatten(), numbers.repeat_interleave(slots.shape[1]))
 
-# %% ../../nbs/hept/32_attention.ipynb #28e52707
+# %% ../../nbs/hept/32_attention.ipynb #59416043
 def _places(slots, rows):
     "Slot of every row in one table; rows without a slot, and the empty row, get the number after the last slot."
     count = slots.numel()
@@ -188,8 +195,9 @@ class _Merge:
     "Adds results that come table by table in sorted order to one row a point."
 
     def __init__(self, rows, slots, width, like):
-        self.total, self.slots, self.block = like.new_zeros(rows, width), slots, slots.shape[2]
-        self.part = like.new_zeros(slots.shape[1] * self.block + 1, width)
+        self.total, self.rows, self.slots, self.block = None, rows, slots, slots.shape[2]
+        self.part = like.new_empty(slots.shape[1] * self.block + 1, width)
+        self.part[-1] = 0
 
     def chunk(self, first, last):
         "Where to write the results of blocks first..last."
@@ -197,18 +205,19 @@ class _Merge:
 
     def add(self, table):
         "Add the finished table."
-        self.total += self.part.index_select(0, _places(self.slots[table], len(self.total)))
+        rows = self.part.index_select(0, _places(self.slots[table], self.rows))
+        self.total = rows if self.total is None else self.total.add_(rows)
 
-# %% ../../nbs/hept/32_attention.ipynb #ee20a8f9
+# %% ../../nbs/hept/32_attention.ipynb #f8510c72
 def _sums(tile):
     "Numerators and denominators of every row."
-    merge = _Merge(len(tile.queries), tile.slots_q, tile.keys.shape[1] - tile.width - 2, tile.queries)
+    merge = _Merge(len(tile.queries), tile.slots_q, tile.keys.shape[1] - tile.start, tile.queries)
     for table in range(len(tile.slots_q)):
         for first, last in tile.chunks:
             _, b, w = tile.weights(table, first, last)
-            torch.bmm(w, b[..., tile.width + 2 :], out=merge.chunk(first, last))
+            torch.bmm(w, b[..., tile.start :], out=merge.chunk(first, last))
         merge.add(table)
-    return merge.total
+    return merge.total[:-1, : tile.one - tile.start + 1]
 
 
 def _largest(tile):
@@ -218,24 +227,24 @@ def _largest(tile):
         for first, last in tile.chunks:
             _, b, w = tile.exponents(table, first, last)
             rows = tile.slots_q[table, first:last].flatten()
-            best = w.masked_fill_(b[:, None, :, -1] == 0, -math.inf).amax(-1).flatten()
+            best = w.masked_fill_(b[:, None, :, tile.one] == 0, -math.inf).amax(-1).flatten() / math.log2(math.e)
             largest[rows] = torch.maximum(largest[rows], best)
     return largest
 
-# %% ../../nbs/hept/32_attention.ipynb #01e18865
+# %% ../../nbs/hept/32_attention.ipynb #24b6c8bf
 def _shifted_sums(tile, rest, q, real):
     """Sums of all rows, (rows, points, width + 1), and the shift of each; heads with a denominator that underflows are done again.
 
     `rest` are the other arguments of `_Tile`.
     """
-    total, shift = _sums(tile)[:-1].view(*q.shape[:2], -1), torch.zeros_like(q[..., 0])
+    total, shift = _sums(tile).unflatten(0, q.shape[:2]), torch.zeros_like(q[..., 0])
     low = total[..., -1] < torch.finfo(q.dtype).tiny * 1e8
     low = low if real is None else low & real
     heads = low.any(1).nonzero().flatten()
     if len(heads):
         again = _tile(heads, q, rest)
         again.shift = -_largest(again) * torch.cat([low[heads].flatten(), low.new_zeros(1)])
-        total[heads] = _sums(again)[:-1].view(len(heads), *total.shape[1:])
+        total[heads] = _sums(again).view(len(heads), *total.shape[1:])
         shift[heads] = again.shift[:-1].view(len(heads), -1)
     return total, shift
 
@@ -245,10 +254,10 @@ def _tile(heads, q, rest):
     k, v, slots_q, slots_k, union, real = rest
     return _Tile(q[heads], k[heads], v[heads], slots_q[:, heads], slots_k[:, heads], union, None if real is None else real[heads])
 
-# %% ../../nbs/hept/32_attention.ipynb #757d2109
+# %% ../../nbs/hept/32_attention.ipynb #9defe37a
 def _gradients(tile, pair):
     "Gradients of queries, keys and values of every row from (dE / D, -dE.E / D)."
-    d, e = tile.width, pair.shape[1] - 1
+    d, e, values = tile.width, pair.shape[1] - 1, slice(tile.start, tile.one + 1)
     merge_q = _Merge(len(pair), tile.slots_q, d, pair)
     merge_k = _Merge(len(pair), tile.slots_k, d + e, pair)
     buffer, scores = pair.new_empty(*tile.buffer_q.shape[:2], pair.shape[1]), torch.empty_like(tile.buffer_w)
@@ -256,37 +265,40 @@ def _gradients(tile, pair):
         for first, last in tile.chunks:
             a, b, w = tile.weights(table, first, last)
             g = _gather(pair, tile.slots_q[table, first:last], buffer)
-            s = torch.bmm(g, b[..., d + 2 :].transpose(1, 2), out=scores[: last - first])
+            s = torch.bmm(g, b[..., values].transpose(1, 2), out=scores[: last - first])
             to_q, to_kv = merge_q.chunk(first, last), merge_k.chunk(first, last)
             to_kv[..., d:] = torch.bmm(w.transpose(1, 2), g[..., :-1])
             s *= w
-            sum_q, sum_k = torch.bmm(s, b[..., : d + 2]), torch.bmm(s.transpose(1, 2), a[..., : d + 1])
-            torch.addcmul(sum_q[..., :d], sum_q[..., d + 1 :], a[..., :d], value=-1, out=to_q)
-            torch.addcmul(sum_k[..., :d], sum_k[..., d:], b[..., :d], value=-1, out=to_kv[..., :d])
+            sum_q, sum_k = torch.bmm(s, b[..., : tile.start]), torch.bmm(s.transpose(1, 2), a)
+            torch.addcmul(sum_q[..., :d], sum_q[..., d + 1, None], a[..., :d], value=-1, out=to_q)
+            torch.addcmul(sum_k[..., :d], sum_k[..., d, None], b[..., :d], value=-1, out=to_kv[..., :d])
         merge_q.add(table), merge_k.add(table)
     return merge_q.total[:-1], merge_k.total[:-1, :d], merge_k.total[:-1, d:]
 
-# %% ../../nbs/hept/32_attention.ipynb #56f5b6db
+# %% ../../nbs/hept/32_attention.ipynb #01dc0382
 def _by_heads(function, tensors, device):
     "`function(*parts)` over groups of rows (dimension 0 of each tensor, None passed on), in threads on a CPU; results joined."
-    rows, threads = tensors[0].shape[0], torch.get_num_threads()
-    groups = min(rows, threads) if device.type == "cpu" else 1
-    if groups == 1:
+    if device.type != "cpu":
         return function(*tensors)
-    cuts = [slice(rows * i // groups, rows * (i + 1) // groups) for i in range(groups)]
+    (rows, n), threads = tensors[0].shape[:2], torch.get_num_threads()
+    size = max(1, min(-(-rows // threads), 2**14 // n))
+    cuts = [slice(first, first + size) for first in range(0, rows, size)]
 
     def work(cut):
         with torch.no_grad():
             return function(*(None if t is None else t[cut] for t in tensors))
 
-    try:
-        with ThreadPoolExecutor(groups, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            parts = list(pool.map(work, cuts))
-    finally:
-        torch.set_num_threads(threads)
+    if threads == 1 or len(cuts) == 1:
+        parts = [work(cut) for cut in cuts]
+    else:
+        try:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                parts = list(pool.map(work, cuts))
+        finally:
+            torch.set_num_threads(threads)
     return tuple(torch.cat(part) for part in zip(*parts))
 
-# %% ../../nbs/hept/32_attention.ipynb #7d593fd0
+# %% ../../nbs/hept/32_attention.ipynb #2ffdc6fa
 class _BlockAttention(torch.autograd.Function):
     "Sum or union of block attention over tables; rows (batch and heads) in dimension 0, tables in dimension 1 of the slots."
 
@@ -296,7 +308,7 @@ class _BlockAttention(torch.autograd.Function):
             rest = (k, v, slots_q.transpose(0, 1), slots_k.transpose(0, 1), union, real)
             tile = _Tile(q, *rest)
             if floor:
-                total, shift = _sums(tile)[:-1].view(*q.shape[:2], -1), torch.zeros_like(q[..., 0])
+                total, shift = _sums(tile).unflatten(0, q.shape[:2]), torch.zeros_like(q[..., 0])
             else:
                 total, shift = _shifted_sums(tile, rest, q, real)
             denominator = total[..., -1:] + floor

@@ -1,0 +1,246 @@
+"""Dense attention against loops over pairs written out, its masks, its merging, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+
+from sparseattn.core.attention import attention_logits, check_mask, check_points, dense_attention, merge_attention
+
+KERNELS = ("softmax", "gaussian")
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def draw_qkv(b=2, h=2, n=5, m=7, d=3, e=4, seed=0):
+    return [draw(b, h, *size, seed=seed + i) for i, size in enumerate(((n, d), (m, d), (m, e)))]
+
+
+def weight(x, y, kernel, scale):
+    """Unnormalised weight of one pair."""
+    if kernel == "softmax":
+        return ((x * y).sum() * (scale or 1 / math.sqrt(len(x)))).exp()
+    return (-0.5 * (scale or 1.0) * (x - y).square().sum()).exp()
+
+
+def literal(q, k, v, kernel="softmax", scale=None, attend=lambda b, h, i, j: True):
+    """Weighted mean over the keys each query attends, one pair at a time."""
+    rows = []
+    for b, h, i in torch.cartesian_prod(*(torch.arange(s) for s in q.shape[:3])).tolist():
+        keys = [j for j in range(k.shape[2]) if attend(b, h, i, j)]
+        weights = [weight(q[b, h, i], k[b, h, j], kernel, scale) for j in keys]
+        rows.append(
+            sum((w * v[b, h, j] for w, j in zip(weights, keys, strict=True)), v.new_zeros(v.shape[-1]))
+            / (sum(weights) or 1)
+        )
+    return torch.stack(rows).view(*q.shape[:3], -1)
+
+
+def output_and_gradients(function, *leaves):
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out.square().sum() + out.sum(), leaves)
+
+
+def assert_same(ours, theirs, tolerance=1e-12):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("n, m", [(1, 1), (2, 2), (5, 7), (1, 6), (6, 1)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_equals_the_loop_with_gradients(kernel, n, m, scale):
+    qkv = draw_qkv(n=n, m=m)
+    assert_same(
+        output_and_gradients(lambda *x: dense_attention(*x, kernel=kernel, scale=scale), *qkv),
+        output_and_gradients(lambda *x: literal(*x, kernel, scale), *qkv),
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_pattern_equals_the_loop_with_gradients(kernel, per_head):
+    qkv = draw_qkv()
+    pattern = draw(*((2, 2) if per_head else (1, 1)), 5, 7, seed=9) > 0
+    pattern[0, 0, 3] = False  # a query that attends nothing
+    whole = pattern.expand(2, 2, 5, 7)
+    assert_same(
+        output_and_gradients(lambda *x: dense_attention(*x, kernel=kernel, pattern=pattern), *qkv),
+        output_and_gradients(lambda *x: literal(*x, kernel, attend=lambda *pair: bool(whole[pair])), *qkv),
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("real", [[0, 2, 3], [4], []], ids=["some", "one", "none"])
+def test_mask_equals_the_loop_with_gradients(kernel, real):
+    q, k, v = draw_qkv(n=5, m=5)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[1] = torch.tensor([i in real for i in range(5)])
+    result = output_and_gradients(lambda *x: dense_attention(*x, kernel=kernel, mask=mask), q, k, v)
+
+    def attend(b, h, i, j):
+        return bool(mask[b, i] and mask[b, j])
+
+    assert_same(result, output_and_gradients(lambda *x: literal(*x, kernel, attend=attend), q, k, v))
+    assert not result[0][1][:, ~mask[1]].any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_mask_with_fewer_queries_hides_keys_only(kernel):
+    q, k, v = draw_qkv(n=3, m=5)
+    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]).bool()
+    expected = literal(q, k, v, kernel, attend=lambda b, h, i, j: bool(mask[b, j]))
+    assert_same([dense_attention(q, k, v, kernel=kernel, mask=mask)], [expected])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("garbage", [1e300, -7.0, math.inf, math.nan])
+def test_masked_points_change_nothing(kernel, garbage):
+    qkv = draw_qkv(n=6, m=6)
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1], [0, 0, 1, 0, 0, 0]]).bool()
+    changed = [x.masked_fill(~mask[:, None, :, None], garbage) for x in qkv]
+
+    def function(*x):
+        return dense_attention(*x, kernel=kernel, mask=mask)
+
+    for a, b in zip(output_and_gradients(function, *qkv), output_and_gradients(function, *changed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_softmax_equals_torch():
+    q, k, v = draw_qkv()
+    pattern = torch.ones(5, 7).tril(2).bool()
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pattern)
+    assert_same([dense_attention(q, k, v, pattern=pattern)], [theirs])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradcheck(kernel):
+    qkv = [x.requires_grad_() for x in draw_qkv(1, 1, 3, 3, 2, 2)]
+    mask = torch.tensor([[True, False, True]])
+    assert torch.autograd.gradcheck(lambda *x: dense_attention(*x, kernel=kernel, mask=mask), qkv)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_permuted_points_give_permuted_outputs(kernel):
+    q, k, v = draw_qkv(n=7, m=7)
+    p, mask = torch.randperm(7, generator=torch.Generator().manual_seed(1)), draw(2, 7, seed=5) > -0.5
+    out = dense_attention(q, k, v, kernel=kernel, mask=mask)
+    moved = dense_attention(q[:, :, p], k[:, :, p], v[:, :, p], kernel=kernel, mask=mask[:, p])
+    assert_same([moved], [out[:, :, p]])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strides_do_not_matter(kernel):
+    qkv = draw_qkv()
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
+    assert not any(x.is_contiguous() for x in strided)
+    assert_same([dense_attention(*strided, kernel=kernel)], [dense_attention(*qkv, kernel=kernel)])
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e3, 1e4])
+def test_float32_far_from_the_origin(shift):
+    """Differences are taken before squares, so a shift costs nothing but the rounding of the input."""
+    q, k, v = (x.float() for x in draw_qkv(n=50, m=60, d=6))
+    q, k = q + shift, k + shift
+    exact = dense_attention(q.double(), k.double(), v.double(), kernel="gaussian")
+    error = (dense_attention(q, k, v, kernel="gaussian").double() - exact).norm() / exact.norm()
+    assert error <= 2e-6
+
+
+def test_weights_that_underflow_are_normalised():
+    q, k, v = draw_qkv(n=4, m=6)
+    out = output_and_gradients(lambda *x: dense_attention(*x, kernel="gaussian"), q + 1e3, k, v)
+    assert all(x.isfinite().all() for x in out)
+    nearest = ((q + 1e3)[..., :, None, :] - k[..., None, :, :]).norm(dim=-1).argmin(-1)
+    assert_same([out[0]], [v.gather(2, nearest[..., None].expand_as(out[0]))], 1e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_dtype_in_is_dtype_out(kernel, dtype, tolerance):
+    qkv = [x.to(dtype) for x in draw_qkv()]
+    out = dense_attention(*qkv, kernel=kernel)
+    assert out.dtype == dtype
+    exact = dense_attention(*(x.double() for x in qkv), kernel=kernel)
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_merged_parts_equal_the_whole(parts):
+    q, k, v = draw_qkv()
+    cuts = list(zip(k.tensor_split(parts, 2), v.tensor_split(parts, 2), strict=True))
+    outputs = torch.stack([dense_attention(q, a, b) for a, b in cuts])
+    log_weights = torch.stack([attention_logits(q, a).logsumexp(-1) for a, _ in cuts])
+    assert_same([merge_attention(outputs, log_weights)], [dense_attention(q, k, v)])
+
+
+def test_merging_with_parts_without_keys():
+    outputs, log_weights = draw(2, 3, 4), torch.tensor([[0.0, -math.inf, -math.inf], [-math.inf, 5.0, -math.inf]])
+    merged = merge_attention(outputs, log_weights.double())
+    assert torch.equal(merged, torch.stack([outputs[0, 0], outputs[1, 1], torch.zeros(4)]))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_refuses_entries_that_are_not_finite(name, bad):
+    qkv = dict(zip("qkv", draw_qkv(), strict=True))
+    qkv[name][1, 0, 2, 1] = bad
+    with pytest.raises(ValueError, match=f"{name} holds NaN or infinite"):
+        dense_attention(*qkv.values())
+
+
+def test_large_finite_entries_are_not_refused():
+    """Their sum overflows, the entries do not."""
+    check_points("q", torch.full((1, 1, 4, 4), 3e38), 4)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_refuses_empty_sets_and_integers(name):
+    qkv = dict(zip("qkv", draw_qkv(), strict=True))
+    with pytest.raises(ValueError, match=f"{name} has no points"):
+        dense_attention(**{**qkv, name: qkv[name][:, :, :0]})
+    with pytest.raises(ValueError, match=f"{name} must have 4 dimensions"):
+        dense_attention(**{**qkv, name: qkv[name][0]})
+    with pytest.raises(TypeError, match=f"{name} must be a floating-point tensor, got torch.int64"):
+        dense_attention(**{**qkv, name: qkv[name].long()})
+    with pytest.raises(TypeError, match=f"{name} must be a floating-point tensor, got list"):
+        dense_attention(**{**qkv, name: [1.0]})
+
+
+def test_refuses_tensors_that_do_not_fit():
+    q, k, v = draw_qkv()
+    for other in ((q[:1], k, v), (q[:, :1], k, v), (q[..., :2], k, v), (q, k[:, :, :3], v)):
+        with pytest.raises(ValueError, match="q, k, v do not fit"):
+            dense_attention(*other)
+    with pytest.raises(TypeError, match="q, k, v must share a dtype"):
+        dense_attention(q, k.float(), v)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 6), [True] * 6, "all"], ids=["float", "list", "text"])
+def test_refuses_a_mask_that_is_not_boolean(mask):
+    q, k, v = draw_qkv(n=6, m=6)
+    with pytest.raises(TypeError, match="mask must be a boolean tensor"):
+        dense_attention(q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (2, 5), (2, 6, 1)])
+def test_refuses_a_mask_of_the_wrong_shape(shape):
+    q, k, v = draw_qkv(n=6, m=6)
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 6\)"):
+        dense_attention(q, k, v, mask=torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(ValueError, match="mask must have shape"):
+        check_mask(torch.ones(shape, dtype=torch.bool), 2, 6)
+
+
+def test_refuses_a_pattern_that_is_not_boolean():
+    with pytest.raises(TypeError, match="pattern"):
+        dense_attention(*draw_qkv(), pattern=torch.ones(5, 7))
+
+
+def test_refuses_an_unknown_kernel():
+    with pytest.raises(ValueError, match="kernel is 'cosine'"):
+        dense_attention(*draw_qkv(), kernel="cosine")

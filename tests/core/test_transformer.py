@@ -1,0 +1,220 @@
+"""The registry, dense attention as a module, and the encoder: equations, masks, saving, compiling, casting."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import sparseattn  # noqa: F401  registers every mechanism
+from sparseattn.core.attention import dense_attention
+from sparseattn.core.transformer import (
+    DenseAttention,
+    Encoder,
+    Layer,
+    attention_names,
+    make_attention,
+    register_attention,
+)
+
+KINDS = {
+    "softmax": dict(),
+    "gaussian": dict(kernel="gaussian"),
+    "coordinates": dict(kernel="gaussian", coord_dims=2),
+}
+each_kind = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def inputs(b=2, n=7, dim=8, dtype=torch.float64):
+    mask = torch.ones(b, n, dtype=torch.bool)
+    mask[0, 2], mask[-1, 1:] = False, False
+    return torch.randn(b, n, dim, dtype=dtype), torch.rand(b, n, 2, dtype=dtype), mask
+
+
+def gradients(module, *args):
+    module.zero_grad()
+    module(*args).square().sum().backward()
+    return [p.grad.clone() for p in module.parameters()]
+
+
+@each_kind
+def test_module_equals_its_equations(options):
+    x, coords, mask = inputs()
+    module = DenseAttention(8, 2, **options).double()
+    heads = []
+    for h in range(2):
+        rows = slice(4 * h, 4 * h + 4)
+        q, k, v = (x @ f.weight[rows].T for f in (module.query, module.key, module.value))
+        if module.log_omega is not None:
+            q, k = (torch.cat([t, coords * (2 * module.log_omega[h].exp()).sqrt()], -1) for t in (q, k))
+        kernel = options.get("kernel", "softmax")
+        heads.append(dense_attention(q[:, None], k[:, None], v[:, None], mask=mask, kernel=kernel)[:, 0])
+    expected = torch.cat(heads, -1) @ module.out.weight.T + module.out.bias
+    expected[~mask] = 0
+    torch.testing.assert_close(module(x, coords, mask), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_head_dim_frees_heads_from_dividing():
+    assert DenseAttention(10, 3, head_dim=4)(torch.randn(1, 5, 10)).shape == (1, 5, 10)
+
+
+@each_kind
+@pytest.mark.parametrize("garbage", [1e30, math.nan], ids=["huge", "nan"])
+def test_masked_points_change_nothing(options, garbage):
+    x, coords, mask = inputs()
+    module = DenseAttention(8, 2, **options).double()
+    other = [t.masked_fill(~mask[..., None], garbage) for t in (x, coords)]
+    out = module(x, coords, mask)
+    assert not out[~mask].any()
+    assert torch.equal(out, module(*other, mask))
+    for a, b in zip(gradients(module, x, coords, mask), gradients(module, *other, mask), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", sparseattn.attentions())
+@pytest.mark.parametrize("garbage", [1e30, math.nan], ids=["huge", "nan"])
+def test_encoder_ignores_masked_points(name, garbage):
+    x, coords, mask = inputs(dtype=torch.float32)
+    encoder = Encoder(8, 2, 2, attention=name, **(dict() if name == "dense" else dict(coord_dims=2)))
+    other = [t.masked_fill(~mask[..., None], garbage) for t in (x, coords)]
+
+    def real(*args):
+        return encoder(*args)[mask]
+
+    assert torch.equal(real(x, coords, mask), real(*other, mask))
+    for t in (x, coords), other:
+        encoder.zero_grad()
+        real(*t, mask).square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in encoder.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", sparseattn.attentions())
+def test_encoder_returns_zero_at_masked_points(name):
+    x, coords, mask = inputs(dtype=torch.float32)
+    encoder = Encoder(8, 2, 2, attention=name, **(dict() if name == "dense" else dict(coord_dims=2)))
+    assert not encoder(x, coords, mask)[~mask].any()
+
+
+@each_kind
+def test_permuted_points_give_permuted_outputs(options):
+    x, coords, mask = inputs()
+    encoder, p = Encoder(8, 2, 2, **options).double(), torch.randperm(7)
+    expected = encoder(x, coords, mask)[:, p]
+    torch.testing.assert_close(encoder(x[:, p], coords[:, p], mask[:, p]), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_layer_adds_attention_then_feed_forward():
+    x, coords, mask = inputs()
+    layer = Layer(make_attention("dense", 8, 2), 8, 16).double()
+    middle = x + layer.attention(layer.norm1(x), coords, mask)
+    torch.testing.assert_close(layer(x, coords, mask), middle + layer.feed(layer.norm2(middle)), rtol=0, atol=0)
+
+
+def test_encoder_returns_all_layers():
+    x, coords, _ = inputs()
+    encoder = Encoder(8, 3, 2).double()
+    outputs = encoder(x, coords, all_layers=True)
+    assert len(outputs) == 4 and torch.equal(outputs[0], x) and torch.equal(outputs[-1], encoder(x, coords))
+    assert torch.equal(outputs[1], encoder.layers[0](x, coords))
+
+
+def test_dropout_only_in_training():
+    x, coords, mask = inputs()
+    encoder = Encoder(8, 1, 2, dropout=0.5).double()
+    assert not torch.equal(encoder(x), encoder(x))
+    encoder.eval()
+    assert torch.equal(encoder(x), encoder(x))
+
+
+@each_kind
+def test_state_dict_and_deepcopy(options):
+    x, coords, mask = inputs()
+    first, second = (Encoder(8, 2, 2, **options).double() for _ in range(2))
+    expected = first(x, coords, mask)
+    assert not torch.equal(second(x, coords, mask), expected)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second(x, coords, mask), expected)
+    assert torch.equal(copy.deepcopy(first)(x, coords, mask), expected)
+
+
+def test_compiles():
+    x, coords, mask = inputs(dtype=torch.float32)
+    module = DenseAttention(8, 2, kernel="gaussian", coord_dims=2)
+    compiled = torch.compile(module, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, coords, mask), module(x, coords, mask), rtol=1e-6, atol=1e-6)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_in_is_dtype_out(options, dtype):
+    x, coords, mask = inputs(dtype=dtype)
+    assert Encoder(8, 1, 2, **options).to(dtype)(x, coords, mask).dtype == dtype
+
+
+@each_kind
+def test_autocast(options):
+    x, coords, mask = inputs(dtype=torch.float32)
+    module = DenseAttention(8, 2, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x, coords, mask)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), module(x, coords, mask), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_on_a_gpu(dtype):
+    x, coords, mask = inputs(dtype=torch.float32)
+    encoder = Encoder(8, 2, 2, kernel="gaussian", coord_dims=2)
+    expected = encoder(x, coords, mask)
+    out = encoder.cuda().to(dtype)(x.cuda().to(dtype), coords.cuda().to(dtype), mask.cuda())
+    assert out.dtype == dtype and out.is_cuda
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(out.cpu().float()[mask], expected[mask], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("heads", [3, 0, -1])
+def test_refuses_heads_that_do_not_divide(heads):
+    with pytest.raises(ValueError, match=f"heads must divide dim .* got heads {heads} and dim 8"):
+        DenseAttention(8, heads)
+
+
+@pytest.mark.parametrize("options", [dict(head_dim=0), dict(heads=0, head_dim=4)], ids=["head_dim", "heads"])
+def test_refuses_heads_without_channels(options):
+    with pytest.raises(ValueError, match="head"):
+        DenseAttention(8, options.pop("heads", 2), **options)
+
+
+def test_refuses_unknown_names_and_options():
+    with pytest.raises(ValueError, match="attention is 'nothing'; it must be one of dense"):
+        Encoder(8, 1, 2, attention="nothing")
+    with pytest.raises(TypeError, match="wrong"):
+        Encoder(8, 1, 2, wrong=1)
+    with pytest.raises(ValueError, match="kernel is 'cosine'"):
+        DenseAttention(8, 2, kernel="cosine")(torch.randn(1, 3, 8))
+
+
+def test_refuses_coordinates_that_do_not_fit():
+    x, coords, _ = inputs()
+    module = DenseAttention(8, 2, kernel="gaussian", coord_dims=2).double()
+    with pytest.raises(ValueError, match="coords are needed"):
+        module(x)
+    for other in (coords[..., :1], coords[:, :5], coords[:1], coords[0]):
+        with pytest.raises(ValueError, match="coords"):
+            module(x, other)
+    with pytest.raises(ValueError, match="coords"):
+        module(x, coords / 0)
+
+
+def test_registry():
+    assert attention_names() == sorted(attention_names()) == sparseattn.attentions()
+    assert type(make_attention("dense", 8, 2)) is DenseAttention
+    with pytest.raises(ValueError, match="attention 'dense' is already registered by sparseattn.core.transformer"):
+        register_attention("dense")(type("Other", (torch.nn.Module,), {}))
+    assert type(make_attention("dense", 8, 2)) is DenseAttention

@@ -1,0 +1,175 @@
+"""The ledger and the index: whose claims count, what they write, and that they follow every run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import publish
+import pytest
+
+from sparseattn.lab import claims
+from sparseattn.lab.run import notebook_hash
+
+ROOT = Path(__file__).parent.parent
+
+
+def claim(id: str, notebook: str, verdict: str = "holds", paper: str = "A", statement: str = "x", evidence: str = ""):
+    """A row of the ledger."""
+    return claims.Claim(id, paper, "Eq 1", statement, "identity", verdict, evidence, notebook)
+
+
+class Sandbox:
+    """A folder that holds the two notebooks and others without content."""
+
+    def __init__(self, root: Path, monkeypatch):
+        self.root = root
+        shutil.copy(ROOT / "settings.ini", root)
+        for name in ("nbs/index.ipynb", "nbs/atlas/92_claims.ipynb"):
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+        monkeypatch.chdir(root)
+        monkeypatch.setenv("MPLBACKEND", "agg")
+
+    def notebook(self, key: str) -> None:
+        """A page with a title, a sentence and a module."""
+        cells = [("markdown", f"# Title of {key}\n\n> Sentence of {key}."), ("code", "#| default_exp some.module")]
+        made = [dict(cell_type=kind, id=str(i), metadata={}, source=[s]) for i, (kind, s) in enumerate(cells)]
+        path = self.root / f"nbs/{key}.ipynb"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(dict(cells=made, metadata={}, nbformat=4, nbformat_minor=5)))
+
+    def result(self, folder: str, scale: str, *rows: claims.Claim, finished: bool = True, older: bool = False) -> None:
+        """What a run of a notebook left."""
+        path = self.root / folder
+        path.mkdir(parents=True)
+        claims.write(list(rows), path / "claims.csv")
+        page = next((self.root / "nbs").rglob(f"{path.name}.ipynb"), None)
+        digest = notebook_hash(page) if page and not older else "other"
+        if finished:
+            (path / "run.json").write_text(json.dumps(dict(scale=scale, notebook_sha256=digest)))
+
+    def run(self, name: str, scale: str) -> None:
+        """Execute the code cells, in this process."""
+        names: dict = {"__name__": "__main__"}
+        for cell in json.loads((self.root / "nbs" / name).read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                parameters = "parameters" in cell["metadata"].get("tags", [])
+                exec(f'scale = "{scale}"' if parameters else "".join(cell["source"]), names)
+
+    def ledger(self, scale: str) -> Path:
+        """Assemble the ledger; the folder it wrote."""
+        self.run("atlas/92_claims.ipynb", scale)
+        return self.root / f"build/{scale}/figures/92_claims"
+
+
+@pytest.fixture
+def sandbox(tmp_path, monkeypatch) -> Sandbox:
+    """The ledger and the index in a folder of their own."""
+    return Sandbox(tmp_path, monkeypatch)
+
+
+def test_no_claims_yet(sandbox):
+    folder = sandbox.ledger("smoke")
+    assert claims.read(folder / "ledger.csv") == []
+    assert (folder / "readme.md").read_text() == "No claims have been checked yet.\n"
+    assert (folder / "verdicts.png").exists() and not (folder / "claims.csv").exists()
+    sandbox.run("index.ipynb", "smoke")
+
+
+def test_whose_claims_count(sandbox):
+    for key in ("hept/30_a", "hept/31_b", "sbm/40_c", "sbm/41_d", "pat/60_e", "pat/61_f"):
+        sandbox.notebook(key)
+    sandbox.result("build/cpu/figures/30_a", "cpu", claim("A-1", "30_a"), claim("A-2", "30_a", "typo"))
+    sandbox.result("figures/30_a", "cpu", claim("A-1", "30_a", "loose"))  # of the same scale: replaced
+    sandbox.result("figures/31_b", "gpu", claim("A-3", "31_b", "loose"))  # of a larger scale: stays
+    sandbox.result("build/cpu/figures/31_b", "cpu", claim("A-3", "31_b", "typo"))
+    sandbox.result("figures/40_c", "cpu", claim("B-1", "40_c", paper="B"))  # only committed
+    sandbox.result("build/cpu/figures/41_d", "cpu", claim("B-2", "41_d", paper="B"), finished=False)
+    sandbox.result("figures/50_gone", "cpu", claim("C-1", "50_gone", paper="C"))
+    sandbox.result("build/cpu/figures/60_e", "cpu", claim("D-1", "60_e", "loose", paper="D"), older=True)
+    sandbox.result("figures/60_e", "cpu", claim("D-1", "60_e", paper="D"))
+    sandbox.result("build/cpu/figures/61_f", "cpu", claim("D-2", "61_f", paper="D"), older=True)  # all there is
+    folder = sandbox.ledger("cpu")
+    rows = claims.read(folder / "ledger.csv")
+    assert [(c.id, c.verdict) for c in rows] == [
+        ("A-1", "holds"),
+        ("A-2", "typo"),
+        ("A-3", "loose"),
+        ("B-1", "holds"),
+        ("D-1", "holds"),
+        ("D-2", "holds"),
+    ]
+    text = (folder / "readme.md").read_text()
+    assert "6 claims on record, from runs at scale cpu and gpu: 4 *holds*, 1 *loose*, 1 *typo*." in text
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert table[0] == ["paper", "holds", "loose", "typo", "all"]
+    assert table[2:] == [["A", "1", "1", "1", "3"], ["B", "1", "", "", "1"], ["D", "2", "", "", "2"]]
+    record = json.loads((folder / "run.json").read_text())
+    assert record["files"].keys() == {"ledger.csv", "ledger.md", "readme.md", "verdicts.png"}
+
+    sandbox.run("index.ipynb", "cpu")
+    with (sandbox.root / "build/cpu/figures/index/map.csv").open(newline="") as file:
+        pages = {row["notebook"]: row for row in csv.DictReader(file)}
+    a = pages["30_a"]
+    assert (a["chapter"], a["title"], a["sentence"]) == ("hept", "Title of hept/30_a", "Sentence of hept/30_a.")
+    assert (a["module"], a["claims"], pages["92_claims"]["module"]) == ("some.module", "2", "")
+    assert list(pages) == sorted(pages) and pages["41_d"]["claims"] == "0" and "50_gone" not in pages
+
+
+def test_smoke_run_counts_even_where_larger_results_are_committed(sandbox):
+    sandbox.notebook("hept/30_a")
+    sandbox.result("figures/30_a", "gpu", claim("A-1", "30_a", "loose"))
+    sandbox.result("build/smoke/figures/30_a", "smoke", claim("A-1", "30_a"))
+    assert claims.read(sandbox.ledger("smoke") / "ledger.csv")[0].verdict == "holds"
+
+
+def test_any_text_survives(sandbox):
+    """Bars, stars, tags and quotes, in the table for the forge and in the data."""
+    nasty = 'exp(-|q-k|^2) <= a*b_c, "x" <b>$y$ `z` \\ ~'
+    row = claim("A-1", "30_a", "false as stated", paper="A|B", statement=nasty, evidence=f"{nasty}; repair: {nasty}")
+    sandbox.notebook("hept/30_a")
+    sandbox.result("build/smoke/figures/30_a", "smoke", row)
+    folder = sandbox.ledger("smoke")
+    assert claims.read(folder / "ledger.csv") == [row]
+    line = next(x for x in (folder / "ledger.md").read_text().splitlines() if x.startswith("| A-1"))
+    assert line.replace(r"\|", "").count("|") == 7 and "](../../nbs/hept/30_a.ipynb) |" in line
+    for path in folder.iterdir():
+        if path.suffix in publish.TEXT:
+            assert not publish.absolute_paths(path.read_text())
+
+
+def test_claim_recorded_twice_is_refused(sandbox):
+    for stem in ("30_a", "31_b"):
+        sandbox.notebook(f"hept/{stem}")
+        sandbox.result(f"build/smoke/figures/{stem}", "smoke", claim("A-1", stem))
+    with pytest.raises(AssertionError, match="A-1"):
+        sandbox.ledger("smoke")
+
+
+def test_ledger_and_index_follow_every_run(collection):
+    """They run last, with a single chapter too, and are replaced even where their results were of a larger scale."""
+    collection.write(
+        "index",
+        [
+            ("parameters", 'scale = "smoke"'),
+            "from pathlib import Path\nfrom sparseattn.core.tools import finish",
+            "rows = Path(f'build/{scale}/figures/92_claims/ledger.csv').read_text().splitlines()[1:]\nprint(len(rows))",
+            "finish('index', scale, len(rows))",
+        ],
+    )
+    for stem in ("92_claims", "index"):
+        (collection.root / f"figures/{stem}").mkdir(parents=True)
+        (collection.root / f"figures/{stem}/run.json").write_text('{"scale": "gpu"}')
+    done = collection.run("--scale", "cpu", "--only", "hept")
+    assert done.returncode == 0 and "kept" not in done.stdout, done.stdout
+    times = collection.times("cpu")
+    assert max(times["hept/30_one"], times["hept/31_two"]) < times["atlas/92_claims"] < times["index"]
+    assert (collection.root / "figures/index/table.csv").read_text() == "value,scale\n2,cpu\n"
+    assert len((collection.root / "figures/claims.csv").read_text().splitlines()) == 3
+    collection.edit("hept/30_one", "1 + 1", "1 + 2")
+    assert collection.run("--scale", "cpu", "--only", "hept").returncode == 0
+    again = collection.times("cpu")
+    assert {name for name in again if again[name] != times[name]} == {"hept/30_one", "atlas/92_claims", "index"}

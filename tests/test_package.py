@@ -1,0 +1,79 @@
+"""The package as a whole: what importing it costs, every mechanism in the encoder, every example in a docstring."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+import sparseattn
+
+matplotlib.use("Agg")
+ROOT = Path(__file__).parent.parent
+EXTRAS = ["matplotlib", "pandas", "seaborn", "sklearn", "tqdm", "papermill", "nbdev", "pythia8", "IPython"]
+MODULES = [m.name for m in pkgutil.walk_packages(sparseattn.__path__, "sparseattn.") if not m.name.endswith("_modidx")]
+
+
+REFUSE = """
+import sys, torch, torch._dynamo, scipy, jaxtyping
+tried, extras = [], set(sys.argv[1:])
+class Refuse:
+    def find_spec(name, path=None, target=None):
+        tried.extend({name} & extras)
+sys.meta_path.insert(0, Refuse)
+for name in [m for m in sys.modules if m.split(".")[0] in extras]:
+    del sys.modules[name]
+import sparseattn
+print(tried)
+"""
+
+
+def test_import_loads_no_extra():
+    """Seen from the import system: torch itself loads tqdm, and looks for others, where they are installed."""
+    done = subprocess.run([sys.executable, "-c", REFUSE, *EXTRAS], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_public_names():
+    assert {"Encoder", "HEPTAttention", "attentions"} <= set(sparseattn.__all__)
+    assert all(hasattr(sparseattn, name) for name in sparseattn.__all__)
+    names = sparseattn.attentions()
+    assert {"dense", "hept"} <= set(names) and names == sorted(set(names))
+
+
+@pytest.mark.parametrize("name", sparseattn.attentions())
+def test_every_mechanism_runs_in_the_encoder_with_a_mask(name):
+    torch.manual_seed(0)
+    x, coords, mask = torch.randn(2, 21, 16), torch.rand(2, 21, 3), torch.arange(21) < torch.tensor([[21], [9]])
+    encoder = sparseattn.Encoder(16, 2, 4, attention=name, **(dict(coord_dims=3) if name == "hept" else {})).eval()
+    out = encoder(x, coords, mask)
+    assert out.shape == x.shape and out.isfinite().all()
+    torch.testing.assert_close(out[1:, :9], encoder(x[1:, :9], coords[1:, :9]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name, monkeypatch):
+    """In the repository's folder, as a reader would run them; seeded, so that a failure can be repeated."""
+    monkeypatch.chdir(ROOT)
+    torch.manual_seed(0)
+    found = doctest.testmod(importlib.import_module(name), report=False)
+    assert found.failed == 0
+    plt.close("all")
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if m.startswith(("sparseattn.core.", "sparseattn.hept."))])
+def test_library_functions_show_an_example(name):
+    module = importlib.import_module(name)
+    functions = [f for f in map(vars(module).get, module.__all__) if inspect.isfunction(f)]
+    assert not [f.__name__ for f in functions if ">>>" not in (f.__doc__ or "")]
+
+
+def test_example_of_the_package():
+    assert doctest.testmod(sparseattn, report=False) == (0, 4)
