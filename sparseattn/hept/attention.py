@@ -6,18 +6,19 @@
 __all__ = ['block_of', 'multiplicity', 'hept_attention', 'block_info', 'gathered_attention', 'CoordinateDecay', 'HEPTAttention',
            'released_order', 'forward_cases', 'backward_cases']
 
-# %% ../../nbs/hept/32_attention.ipynb #9a5a7024
+# %% ../../nbs/hept/32_attention.ipynb #e0b1223d
 import math
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Real
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..core.attention import AttentionInfo, attention_logits, check_mask, check_points, check_qkv
+from ..core.attention import AttentionInfo, attention_logits, check_count, check_qkv, checked_cloud, hide_masked, masked_softmax
 from ..core.kernels import append_coordinates, softmax_as_gaussian
-from ..core.transformer import register_attention
+from ..core.transformer import head_channels, register_attention
 from .hashing import bucket_labels, combine_labels, draw_buckets, invert, raw_codes, sort_order
 
 # %% ../../nbs/hept/32_attention.ipynb #0807171f
@@ -42,7 +43,7 @@ def block_of(order: Int[Tensor, "t b h n"], block_size: int, mask: Bool[Tensor, 
     place = torch.empty_like(order).scatter_(-1, order, real.cumsum(-1) - 1)
     return torch.where(mask[None, :, None], place // block_size, -1)
 
-# %% ../../nbs/hept/32_attention.ipynb #d0c06ee2
+# %% ../../nbs/hept/32_attention.ipynb #ebb33d94
 def multiplicity(order_q: Int[Tensor, "t b h n"], order_k: Int[Tensor, "t b h n"], block_size: int,
                  mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "b h n n"]:
     """Number of tables in which a query and a key share a block; O(n^2).
@@ -63,10 +64,11 @@ def _reference(q, k, v, order_q, order_k, block_size, combine, mask, floor=0.0):
     count = count if combine == "sum" else count.clamp(max=1)
     if mask is not None:
         q, k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (q, k, v))
-    logits = attention_logits(q, k, kernel="gaussian") + count.log()
+    logits = attention_logits(q, k, kernel="gaussian")
     if floor:
-        return logits.exp() @ v / (logits.exp().sum(-1, keepdim=True) + len(order_q) * floor)
-    return logits.softmax(-1).masked_fill(count == 0, 0) @ v
+        weights = count * logits.exp()
+        return weights @ v / (weights.sum(-1, keepdim=True) + len(order_q) * floor)
+    return masked_softmax(logits + count.clamp(min=1).log(), count > 0) @ v
 
 # %% ../../nbs/hept/32_attention.ipynb #857f6b7c
 def _slots(order, block_size, mask):
@@ -95,7 +97,10 @@ def _chunks(blocks, block_size, device):
     step = max(1, (2**19 if device.type == "cpu" else 2**27) // block_size**2)
     return [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
 
-# %% ../../nbs/hept/32_attention.ipynb #43015ed2
+# %% ../../nbs/hept/32_attention.ipynb #0085f049
+_FAR = 1024  # half square of the distance from a block's centre, beyond which float32 keeps less than 3 digits of a weight
+
+
 class _Tile:
     "Extended rows of queries and keys of some heads, and buffers for a chunk of blocks."
 
@@ -117,7 +122,9 @@ class _Tile:
         half = [_half_square(x[:, :d]) for x in (self.queries, self.keys)]
         self.near = bool(max(x.amax() for x in half) < 64)
         self.queries[:, d + 1], self.keys[:, d] = -half[0], -half[1]
-        self.shift, self.lowest = None, math.log2(torch.finfo(q.dtype).tiny) + 1
+        if not self.near:  # then blocks are centred one by one, from rows that are not rounded yet
+            self.queries[:-1, :d], self.keys[:-1, :d] = q.flatten(0, 1), k.flatten(0, 1)
+        self.far, self.shift, self.lowest = None, None, math.log2(torch.finfo(q.dtype).tiny) + 1
         earlier = range(len(slots_q) - 1 if union else 0)
         self.seen = [[_block_numbers(s[t], len(self.queries)) for s in (self.slots_q, self.slots_k)] for t in earlier]
         self._buffers(slots_q.shape[3])
@@ -131,19 +138,43 @@ class _Tile:
 
     def exponents(self, table, first, last):
         "Extended queries, extended keys, and (-|q-k|^2/2 + shift) log2(e) of every pair in blocks first..last."
-        d, slots = self.width, self.slots_q[table, first:last]
-        a = _gather(self.queries, slots, self.buffer_q)
-        b = _gather(self.keys, self.slots_k[table, first:last], self.buffer_k)
+        slots_q, slots_k = self.slots_q[table, first:last], self.slots_k[table, first:last]
+        a, b = _gather(self.queries, slots_q, self.buffer_q), _gather(self.keys, slots_k, self.buffer_k)
         if not self.near:
-            centre = b[..., :d].mean(1, keepdim=True)
-            a[..., :d] -= centre
-            b[..., :d] -= centre
-            a[..., d + 1], b[..., d] = -_half_square(a[..., :d]), -_half_square(b[..., :d])
+            self._centre(a, b, slots_q, slots_k)
         if self.shift is not None:
-            a[..., d + 1] += self.shift[slots]
+            a[..., self.width + 1] += self.shift[slots_q]
         w = self.buffer_w[: last - first]
         torch.baddbmm(w, a, b[..., : self.start].transpose(1, 2), beta=0, alpha=math.log2(math.e), out=w)
+        if self.far is not None:
+            self._exponents_far(w, slots_q)
         return a, b, w
+
+    def _centre(self, a, b, slots_q, slots_k):
+        "Centre each block, and note the blocks that stay wide: (their numbers, queries, keys) as given."
+        d = self.width
+        centre = b[..., :d].mean(1, keepdim=True)
+        a[..., :d] -= centre
+        b[..., :d] -= centre
+        half = [_half_square(x[..., :d]) for x in (a, b)]
+        a[..., d + 1], b[..., d] = -half[0], -half[1]
+        far = (torch.maximum(*half).amax(-1) > _FAR).nonzero().flatten()
+        self.far = (far, self.queries[slots_q[far], :d], self.keys[slots_k[far], :d]) if len(far) else None
+
+    def _exponents_far(self, w, slots_q):
+        "Exponents of the blocks that stay wide, from differences."
+        far, q, k = self.far
+        exponents = attention_logits(q, k, kernel="gaussian")
+        if self.shift is not None:
+            exponents += self.shift[slots_q[far]][..., None]
+        w[far] = exponents * math.log2(math.e)
+
+    def gradients_far(self, s, to_q, to_k):
+        "Gradients in these blocks, from differences, a channel at a time; `s` are the derivatives with respect to exponents."
+        far, q, k = self.far
+        for c in range(self.width):
+            pull = s[far] * (k[:, None, :, c] - q[:, :, None, c])
+            to_q[far, :, c], to_k[far, :, c] = pull.sum(2), -pull.sum(1)
 
     def weights(self, table, first, last):
         "As `exponents`, with the weights; pairs that met in an earlier table get 0 when each pair counts once."
@@ -254,7 +285,7 @@ def _tile(heads, q, rest):
     k, v, slots_q, slots_k, union, real = rest
     return _Tile(q[heads], k[heads], v[heads], slots_q[:, heads], slots_k[:, heads], union, None if real is None else real[heads])
 
-# %% ../../nbs/hept/32_attention.ipynb #9defe37a
+# %% ../../nbs/hept/32_attention.ipynb #68ffdf8b
 def _gradients(tile, pair):
     "Gradients of queries, keys and values of every row from (dE / D, -dE.E / D)."
     d, e, values = tile.width, pair.shape[1] - 1, slice(tile.start, tile.one + 1)
@@ -272,6 +303,8 @@ def _gradients(tile, pair):
             sum_q, sum_k = torch.bmm(s, b[..., : tile.start]), torch.bmm(s.transpose(1, 2), a)
             torch.addcmul(sum_q[..., :d], sum_q[..., d + 1, None], a[..., :d], value=-1, out=to_q)
             torch.addcmul(sum_k[..., :d], sum_k[..., d, None], b[..., :d], value=-1, out=to_kv[..., :d])
+            if tile.far is not None:
+                tile.gradients_far(s, to_q, to_kv)
         merge_q.add(table), merge_k.add(table)
     return merge_q.total[:-1], merge_k.total[:-1, :d], merge_k.total[:-1, d:]
 
@@ -337,7 +370,7 @@ class _BlockAttention(torch.autograd.Function):
             gradients = _by_heads(part, (*ctx.saved_tensors, grad, ctx.real), grad.device)
         return *gradients, None, None, None, None, None
 
-# %% ../../nbs/hept/32_attention.ipynb #8505a4d0
+# %% ../../nbs/hept/32_attention.ipynb #9f8ba620
 def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
                    order_q: Int[Tensor, "t b h n"], order_k: Int[Tensor, "t b h n"], *, block_size: int = 100, combine: str = "sum",
                    mask: Bool[Tensor, "b n"] | None = None, floor: float = 0.0, impl: str = "fast", return_info: bool = False):
@@ -351,7 +384,7 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
         block_size: points in a block, >= 1; n need not be a multiple of it.
         combine: "sum" counts a pair once a table in which it shares a block (the paper), "union" once.
         mask: True = a real point. Blocks are cut from real points alone; masked points change nothing and return 0.
-        floor: weight of one more key, with value 0, in every table: a query far from all its keys then returns 0. The released
+        floor: weight >= 0 of one more key, with value 0, in every table: a query far from all its keys then returns 0. The released
             code has 1e-20; the paper none.
         impl: "fast", or "reference" in O(n^2).
         return_info: also return an `AttentionInfo` whose pattern holds the point in every slot of every block of queries and of keys,
@@ -361,7 +394,7 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
         (b, h, n, e), dtype as `q`; with `return_info` a pair.
 
     Raises:
-        TypeError, ValueError: input that does not fit, is not finite, or an order that is not a permutation.
+        TypeError, ValueError: input that does not fit, is empty or not finite, or an order that is not a permutation.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 500, 24)
@@ -371,7 +404,7 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
     """
     check_qkv(q, k, v, mask)
     _check_orders(q, k, order_q=order_q, order_k=order_k)
-    _check_options(block_size, combine, impl)
+    _check_options(block_size, combine, floor, impl)
     dtype = q.dtype
     if dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
@@ -380,9 +413,13 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
     return (out, block_info(q, v, order_q, order_k, block_size, mask)) if return_info else out
 
 
-@torch.compiler.disable
-def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor=0.0):
-    "The fast form on checked input."
+def _attend(*args):
+    "The fast form on checked input, left alone by `torch.compile`; asking for that at import would load the compiler."
+    return (torch.compiler.disable(_fast) if torch.compiler.is_compiling() else _fast)(*args)
+
+
+def _fast(q, k, v, order_q, order_k, block_size, combine, mask, floor):
+    "Rows of points, slots of blocks, and back."
     batch, heads, n, _ = q.shape
     block_size = min(block_size, n)
     real = None
@@ -393,14 +430,22 @@ def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor=0.0):
     out = _BlockAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), *slots, real, combine == "union", len(order_q) * floor)
     return out.view(batch, heads, n, -1)
 
-# %% ../../nbs/hept/32_attention.ipynb #bbb6bccc
-def _check_options(block_size, combine, impl):
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"block_size must be an integer >= 1, got {block_size!r}")
-    if combine not in ("sum", "union"):
-        raise ValueError(f"combine must be 'sum' or 'union', got {combine!r}")
-    if impl not in ("fast", "reference"):
-        raise ValueError(f"impl must be 'fast' or 'reference', got {impl!r}")
+# %% ../../nbs/hept/32_attention.ipynb #8d4464dd
+def _check_options(block_size, combine, floor, impl="fast"):
+    check_count("block_size", block_size)
+    _check_number("floor", floor, 0)
+    _check_choice("combine", combine, ("sum", "union"))
+    _check_choice("impl", impl, ("fast", "reference"))
+
+
+def _check_number(name, value, least):
+    if not isinstance(value, Real) or not least <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number >= {least}, got {value!r}")
+
+
+def _check_choice(name, value, known):
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _check_orders(q, k, **orders):
@@ -420,7 +465,7 @@ def _check_orders(q, k, **orders):
 
 
 def block_info(q, v, order_q, order_k, block_size, mask=None) -> AttentionInfo:
-    """What block attention computes: blocks, pairs, density, FLOPs (4 d + 4 e + 4 a pair, in the extended form).
+    """What block attention computes: blocks, pairs, density, FLOPs (2 (d + 2) + 2 (e + 1) a pair, with the extra channels).
 
     Example:
         >>> x, order = torch.randn(1, 1, 10, 4), torch.arange(10).view(1, 1, 1, 10)
@@ -432,8 +477,9 @@ def block_info(q, v, order_q, order_k, block_size, mask=None) -> AttentionInfo:
     real = (slots[0] < n).sum(-1)
     nnz = int((real * real).sum())
     points = torch.full((batch,), n) if mask is None else mask.sum(-1).cpu()
+    pairs = heads * int((points**2).sum())
     pattern = slots.unflatten(2, (batch, heads))
-    return AttentionInfo(pattern, nnz, nnz / float(heads * (points.double() ** 2).sum()), nnz * 2 * (q.shape[-1] + 2 + v.shape[-1] + 1),
+    return AttentionInfo(pattern, nnz, nnz / max(1, pairs), nnz * 2 * (q.shape[-1] + 2 + v.shape[-1] + 1),
                          {"tables": tables, "block_size": block_size})
 
 # %% ../../nbs/hept/32_attention.ipynb #49fa3daf
@@ -496,7 +542,7 @@ class CoordinateDecay(nn.Module):
         omega = w.sum(1).clamp(max=50).exp().sum(-1)
         return torch.cat([omega[:, :1], omega], -1)
 
-# %% ../../nbs/hept/32_attention.ipynb #907876b9
+# %% ../../nbs/hept/32_attention.ipynb #af354b55
 @register_attention("hept")
 class HEPTAttention(nn.Module):
     """Multi-head block attention with a local kernel, HEPT Sec 4.
@@ -507,7 +553,7 @@ class HEPTAttention(nn.Module):
         coord_dims: number of coordinates.
         tables: number of hash tables m1.
         block_size: points in a block.
-        regions: number of aux codes G; None takes n / (4 block_size).
+        regions: number of aux codes G, at least 1; None takes n / (4 block_size).
         head_dim: channels of a head; None takes `dim // heads`.
         combine: "sum" (the paper) or "union", see `hept_attention`.
         codes: where aux codes come from: "coordinates" (the paper's choice), "features" (q and k), or "none" (OR only).
@@ -519,6 +565,9 @@ class HEPTAttention(nn.Module):
             1e-20 a table added to the denominators. For comparison; n must be a multiple of the block.
         generator: source of the random directions and region counts, fixed at construction.
 
+    Raises:
+        ValueError: an option out of range, named; input that does not fit, see `checked_cloud`.
+
     Example:
         >>> layer = HEPTAttention(32, 4, coord_dims=2)
         >>> layer(torch.randn(1, 500, 32), torch.rand(1, 500, 2)).shape
@@ -529,15 +578,13 @@ class HEPTAttention(nn.Module):
                  head_dim: int | None = None, combine: str = "sum", codes: str = "coordinates", kernel: str = "hept", tied: bool = False,
                  decay: str = "direct", floor: float = 0.0, as_released: bool = False, generator: torch.Generator | None = None):
         super().__init__()
-        _check_options(block_size, combine, "fast")
-        if head_dim is None and (heads < 1 or dim % heads):
-            raise ValueError(f"heads must divide dim unless head_dim is given, got heads {heads} and dim {dim}")
-        if tables < 1 or coord_dims < 1:
-            raise ValueError(f"tables and coord_dims must be at least 1, got {tables} and {coord_dims}")
-        for name, value, known in (("codes", codes, ("coordinates", "features", "none")), ("kernel", kernel, ("hept", "softmax"))):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        self.heads, self.head_dim, self.tables, self.block_size = heads, head_dim or dim // heads, tables, block_size
+        _check_options(block_size, combine, floor)
+        check_count("tables", tables)
+        check_count("coord_dims", coord_dims)
+        _check_number("regions", 1 if regions is None else regions, 1)
+        _check_choice("codes", codes, ("coordinates", "features", "none"))
+        _check_choice("kernel", kernel, ("hept", "softmax"))
+        self.heads, self.head_dim, self.tables, self.block_size = heads, head_channels(dim, heads, head_dim), tables, block_size
         self.combine, self.codes, self.kernel, self.as_released, self.regions, self.floor = combine, codes, kernel, as_released, regions, floor
         self.query = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.key = None if tied else nn.Linear(dim, heads * self.head_dim, bias=False)
@@ -561,9 +608,12 @@ class HEPTAttention(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
         """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
-        x, coords = _checked(x, coords, mask, self.coord_dims, self.kernel == "hept" or self.codes == "coordinates", not self.as_released)
+        placed = self.kernel == "hept" or self.codes == "coordinates"
+        x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims if placed else 0)
         if self.as_released and (mask is not None or x.shape[1] % self.block_size):
             raise ValueError(f"as_released knows no mask and needs a multiple of {self.block_size} points, got {x.shape[1]}")
+        if placed and not self.as_released:
+            coords = _centred(coords, mask)
         q, v = self._split(self.query(x)), self._split(self.value(x))
         k = q if self.key is None else self._split(self.key(x))
         if self.kernel == "hept":
@@ -578,20 +628,19 @@ class HEPTAttention(nn.Module):
             heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20).to(dtype)
         else:
             heads = _attend(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor).to(dtype)
-        out = self.out(heads.transpose(1, 2).flatten(2))
-        out = out if mask is None else out.masked_fill(~mask[..., None], 0)
+        out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
 
     def orders(self, q, k, coords, mask=None):
         """Sort orders of queries and keys in every table, (tables, b, h, n) each."""
-        q, k = q.float(), k.float()
-        base = [raw_codes(x, self.directions[0]) for x in (q, k)]
+        q, k, directions = q.float(), k.float(), self.directions.float()
+        base = [raw_codes(x, directions[0]) for x in (q, k)]
         if self.given_labels is not None:
             labels = [self.given_labels, self.given_labels]
         elif self.codes == "none":
             labels = [None, None]
         else:
-            values = _aux_values(self.codes, q, k, coords, self.directions[1:])
+            values = _aux_values(self.codes, q, k, coords, directions[1:])
             labels = _labels(values, self._bucket_counts(q.shape[0], q.shape[2], mask), mask, self.as_released)
         if self.as_released:
             return [released_order(b, label, base) for b, label in zip(base, labels)]
@@ -604,34 +653,20 @@ class HEPTAttention(nn.Module):
 
     def _bucket_counts(self, batch, n, mask):
         "Wanted numbers of buckets, (tables, b, h, functions)."
-        buckets = self.buckets[:, None].expand(-1, batch, -1, -1)
+        buckets = self.buckets.float()[:, None].expand(-1, batch, -1, -1)
         if self.regions is not None:
             return buckets
         points = buckets.new_full((batch,), n) if mask is None else mask.sum(-1).to(buckets.dtype)
         total = (points / (4 * self.block_size)).clamp(min=1).view(1, batch, 1, 1)
         return (buckets * (total / 150.0) ** (1 / buckets.shape[-1])).clamp(min=1)
 
-# %% ../../nbs/hept/32_attention.ipynb #b7c7b0eb
-def _checked(x, coords, mask, coord_dims, need_coords, centred=True):
-    "Input with masked points set to 0 and coordinates taken from their mean, or an error."
-    if isinstance(x, Tensor) and x.dim() == 3:
-        check_mask(mask, x.shape[0], x.shape[1])
-    hide = (lambda t: t) if mask is None else (lambda t: t.masked_fill(~mask[..., None], 0))
-    x = hide(x)
-    check_points("x", x, 3)
-    if not need_coords:
-        return x, coords
-    if coords is None:
-        raise ValueError(f"coords are needed, shape (batch, points, {coord_dims})")
-    if coords.dim() != 3 or coords.shape[:2] != x.shape[:2] or coords.shape[2] != coord_dims:
-        raise ValueError(f"coords must have shape {(*x.shape[:2], coord_dims)}, got {tuple(coords.shape)}")
-    coords = hide(coords)
-    check_points("coords", coords, 3)
-    if not centred:
-        return x, coords
+# %% ../../nbs/hept/32_attention.ipynb #52685c89
+def _centred(coords, mask):
+    "Coordinates from the mean of the real points."
+    coords = coords.to(torch.promote_types(coords.dtype, torch.float32))
     weight = coords.new_ones(coords.shape[:2]) if mask is None else mask.to(coords.dtype)
     centre = (coords * weight[..., None]).sum(1, keepdim=True) / weight.sum(1).clamp(min=1)[:, None, None]
-    return x, hide(coords - centre)
+    return hide_masked(coords - centre, mask)
 
 
 def _aux_values(codes, q, k, coords, directions):

@@ -6,7 +6,7 @@
 __all__ = ['SIMILARITIES', 'EmbeddingHead', 'HEPTModel', 'similarity', 'Pairs', 'training_pairs', 'info_nce', 'tracking_batch',
            'tracking_loss', 'focal_loss', 'ReleasedHEPT', 'load_released']
 
-# %% ../../nbs/hept/33_models.ipynb #78b7860a
+# %% ../../nbs/hept/33_models.ipynb #e1636b0c
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,10 @@ from jaxtyping import Bool, Float, Int
 from scipy.spatial import cKDTree
 from torch import Tensor, nn
 
+from ..core.attention import checked_cloud, hide_masked
 from ..core.transformer import Encoder
 
-# %% ../../nbs/hept/33_models.ipynb #ad3b705e
+# %% ../../nbs/hept/33_models.ipynb #dbe35504
 class EmbeddingHead(nn.Module):
     """Linear map plus a residual tanh network, the released model's output part.
 
@@ -68,15 +69,15 @@ class HEPTModel(nn.Module):
     def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, dim: int = 24, depth: int = 4, heads: int = 8,
                  attention: str = "hept", dropout: float = 0.1, **options):
         super().__init__()
+        self.features = features
         self.encode = nn.Sequential(nn.Linear(features, dim), nn.ReLU(), nn.Linear(dim, dim))
         self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout, head_dim=dim, coord_dims=coord_dims, **options)
         self.head = EmbeddingHead(dim * (depth + 1), outputs, dropout=dropout)
 
     def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n o"]:
         """Embeddings; masked points return 0."""
-        x = x if mask is None else x.masked_fill(~mask[..., None], 0)
-        out = self.head(torch.cat(self.encoder(self.encode(x), coords, mask, all_layers=True), -1))
-        return out if mask is None else out.masked_fill(~mask[..., None], 0)
+        x, coords = checked_cloud(x, coords, mask, self.features)
+        return hide_masked(self.head(torch.cat(self.encoder(self.encode(x), coords, mask, all_layers=True), -1)), mask)
 
 # %% ../../nbs/hept/33_models.ipynb #ce51bef1
 SIMILARITIES = ("released", "printed", "squared")
@@ -277,7 +278,7 @@ def focal_loss(logits: Float[Tensor, "n"], labels: Float[Tensor, "n"], *, alpha:
     weight = torch.where(labels > 0, alpha, 1 - alpha) if balanced else alpha
     return (weight * (1 - torch.exp(-loss)).pow(gamma) * loss).mean()
 
-# %% ../../nbs/hept/33_models.ipynb #e49eef56
+# %% ../../nbs/hept/33_models.ipynb #31663412
 class ReleasedHEPT(HEPTModel):
     """The tracking model with the released weights; see `load_released`."""
 
@@ -314,16 +315,13 @@ def load_released(path: str | Path, *, as_released: bool = True, **options) -> R
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: arrays missing or of the wrong shape.
+        ValueError: no whole archive of plain arrays, or arrays missing or of the wrong shape.
 
     Example:
         >>> model = load_released("tracking60k.npz")  # doctest: +SKIP
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"path: no file {path.name!r} there")
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: torch.from_numpy(file[name]) for name in file.files}
+    arrays = _arrays(path)
     model = ReleasedHEPT(15, 6, decay="summed", regions=150, as_released=as_released, **options)
     try:
         model.load_state_dict(_released_state(arrays, len(model.encoder.layers)))
@@ -332,7 +330,18 @@ def load_released(path: str | Path, *, as_released: bool = True, **options) -> R
     model.as_released = as_released
     return model.eval()
 
-# %% ../../nbs/hept/33_models.ipynb #ae34eb46
+# %% ../../nbs/hept/33_models.ipynb #86f22a19
+def _arrays(path):
+    "Arrays of a file from elsewhere, by name; nothing in it is ever executed."
+    if not path.is_file():
+        raise FileNotFoundError(f"path: no file {path.name!r} there")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: torch.from_numpy(file[name]) for name in file.files}
+    except Exception:  # each kind of damage has its own, and numpy advises to unpickle
+        raise ValueError(f"path: {path.name} is damaged or something else than expected, an .npz archive of plain numbers") from None
+
+
 def _released_state(arrays, depth):
     "Released arrays under our names."
     state = {f"encode.{i}.{p}": arrays[f"feat_encoder.{i}.{p}"] for i in (0, 2) for p in ("weight", "bias")}

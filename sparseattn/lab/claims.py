@@ -40,7 +40,7 @@ class Claim:
     def _repr_markdown_(self):
         return f"**{self.id}** ({self.where}): {self.statement} &rarr; **{self.verdict}**. {self.evidence}"
 
-# %% ../../nbs/lab/25_claims.ipynb #aaed1596
+# %% ../../nbs/lab/25_claims.ipynb #9064cf98
 def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expect: str, stated, condition=None, repair=None,
           typo=None, sharper=None, evidence: str = "", paper: str = "HEPT", scale: str = "smoke", needs: str = "smoke") -> Claim:
     """A claim whose verdict is computed from findings.
@@ -62,7 +62,7 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
 
     Raises:
         ClaimMismatch: the computed verdict is not `expect`, or a repair failed its own check.
-        ValueError: unknown kind or verdict, malformed id.
+        ValueError: unknown kind, verdict or scale, malformed id.
 
     Example:
         >>> claim("X-1", notebook="20_run", where="Eq 1", statement="2 + 2 = 5", kind="identity", expect="false as stated",
@@ -70,7 +70,7 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
         'false as stated'
     """
     _check(id, kind, expect)
-    if SCALES.index(scale) < SCALES.index(needs):
+    if _too_small(scale, needs):
         return Claim(id, paper, where, statement, kind, "not attempted", f"needs scale {needs}; {evidence}", notebook)
     if repair is not None and not repair[1]:
         raise ClaimMismatch(f"{id}: the repair {repair[0]!r} failed its check")
@@ -89,22 +89,32 @@ def _verdict(stated, condition, typo, sharper, repair):
         return "holds with a condition", f"condition: {condition[0]}"
     return "false as stated", f"repair: {repair[0]}" if repair else ""
 
-# %% ../../nbs/lab/25_claims.ipynb #7f502bbb
+# %% ../../nbs/lab/25_claims.ipynb #72e76c3f
 def _check(id, kind, *verdicts):
     if not re.fullmatch(r"[A-Za-z0-9.\-]+", id):
         raise ValueError(f"id is {id!r}; letters, digits, dots and hyphens only")
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+    _check_choice("kind", kind, KINDS)
     for verdict in verdicts:
-        if verdict not in VERDICTS:
-            raise ValueError(f"verdict is {verdict!r}; it must be one of {', '.join(VERDICTS)}")
+        _check_choice("verdict", verdict, VERDICTS)
+
+
+def _check_choice(name, value, known):
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+def _too_small(scale, needs):
+    "Is the run's scale below the one a claim needs?"
+    _check_choice("scale", scale, SCALES)
+    _check_choice("needs", needs, SCALES)
+    return SCALES.index(scale) < SCALES.index(needs)
 
 
 def _compare(id, expect, verdict):
     if expect != verdict:
         raise ClaimMismatch(f"{id}: the checks say {verdict!r}, the notebook expects {expect!r}")
 
-# %% ../../nbs/lab/25_claims.ipynb #596f6a17
+# %% ../../nbs/lab/25_claims.ipynb #213f3afb
 def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str, paper: float, ours: float, tolerance: float,
               expect: str, partly=None, evidence: str = "", needs: str = "cpu", kind: str = "number",
               source: str = "HEPT") -> Claim:
@@ -118,6 +128,7 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
 
     Raises:
         ClaimMismatch: the computed verdict is not `expect`.
+        ValueError: as `claim`.
 
     Example:
         >>> reproduce("X-2", notebook="34_tracking", scale="cpu", where="Table 1", statement="AP@k", paper=91.9, ours=91.4,
@@ -126,7 +137,7 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
     """
     _check(id, kind, expect)
     numbers = f"paper {paper:g}, ours {ours:.4g} (scale {scale}, tolerance {tolerance:g})"
-    if SCALES.index(scale) < SCALES.index(needs):
+    if _too_small(scale, needs):
         return Claim(id, source, where, statement, kind, "not attempted", f"needs scale {needs}; {numbers}", notebook)
     verdict = "reproduced" if abs(ours - paper) <= tolerance else "partly" if partly and partly[1] else "not reproduced"
     _compare(id, expect, verdict)

@@ -66,7 +66,7 @@ def colour(method: str) -> str:
         raise ValueError(f"method is {method!r}; known: {', '.join(sorted(_COLOURS))}")
     return _COLOURS[method]
 
-# %% ../../nbs/lab/24_report.ipynb #6cd0f097
+# %% ../../nbs/lab/24_report.ipynb #a0a25179
 def save_figure(figure, path: str | Path):
     """Write `figure` as a PNG of 150 dpi, atomically, and return it after closing (so that it is shown once).
 
@@ -98,8 +98,13 @@ def save_table(frame, path: str | Path, *, index: bool = False, digits: int = 4)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path.with_name(path.name + ".csv"), frame.to_csv(index=index))
-    _replace(path.with_name(path.name + ".md"), frame.to_markdown(index=index, floatfmt=f".{digits}g") + "\n")
+    shown = frame.map(_cell).rename(columns=_cell, index=_cell)
+    _replace(path.with_name(path.name + ".md"), shown.to_markdown(index=index, floatfmt=f".{digits}g") + "\n")
     return frame
+
+
+def _cell(x):
+    return x.replace("|", "\\|") if isinstance(x, str) else x
 
 
 def _replace(path, text):

@@ -1,4 +1,5 @@
-"""sparseattn.hept.tradeoff: the collision law, kernels, error formulas, FLOP counts and the design search, against independent routes."""
+"""The collision law, kernels, error formulas, FLOP counts and the design search, against independent routes."""
+
 import doctest
 
 import numpy as np
@@ -11,7 +12,9 @@ from sparseattn.hept import tradeoff as T
 
 
 def naive_collision(z):
-    gap = lambda t: np.sqrt(2 / np.pi) / z * np.exp(-((t / z) ** 2) / 2) * (1 - t)
+    def gap(t):
+        return np.sqrt(2 / np.pi) / z * np.exp(-((t / z) ** 2) / 2) * (1 - t)
+
     return quad(gap, 0, min(1.0, 40 * z), epsabs=1e-13, epsrel=1e-12, limit=300)[0]
 
 
@@ -58,8 +61,19 @@ def test_collision_gradient_finite_everywhere():
     assert torch.autograd.gradcheck(lambda v: T.collision_probability(v, 1.0), inner)
 
 
-@pytest.mark.parametrize("z, r", [(-1.0, 1.0), (float("nan"), 1.0), (1.0, 0.0), (1.0, -2.0), (1.0, float("nan")), (np.array([1.0, -1e-9]), 1.0),
-                                  (torch.tensor([float("nan")]), 1.0), (1.0, float("inf"))])
+@pytest.mark.parametrize(
+    "z, r",
+    [
+        (-1.0, 1.0),
+        (float("nan"), 1.0),
+        (1.0, 0.0),
+        (1.0, -2.0),
+        (1.0, float("nan")),
+        (np.array([1.0, -1e-9]), 1.0),
+        (torch.tensor([float("nan")]), 1.0),
+        (1.0, float("inf")),
+    ],
+)
 def test_collision_rejects(z, r):
     with pytest.raises(ValueError, match="z|r"):
         T.collision_probability(z, r)
@@ -89,7 +103,9 @@ def test_codes_follow_the_law():
     assert (np.abs(share - p) < 4.5 * np.sqrt(p * (1 - p) / draws)).all()
 
 
-@pytest.mark.parametrize("bad", [dict(r=0.0), dict(r=-1.0), dict(functions=0), dict(x=np.zeros(3)), dict(x=np.array([[np.nan]]))])
+@pytest.mark.parametrize(
+    "bad", [dict(r=0.0), dict(r=-1.0), dict(functions=0), dict(x=np.zeros(3)), dict(x=np.array([[np.nan]]))]
+)
 def test_codes_reject(bad):
     arguments = dict(x=np.zeros((3, 2)), r=1.0, functions=2, rng=np.random.default_rng(0)) | bad
     with pytest.raises(ValueError):
@@ -125,7 +141,9 @@ def test_amplified_limits():
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 8])
 def test_pair_density_is_the_derivative_of_the_law(d):
     z = np.linspace(0.05, 1.95, 20)
-    assert np.allclose((T.pair_cdf(z + 1e-6, d) - T.pair_cdf(z - 1e-6, d)) / 2e-6, T.pair_density(z, d), rtol=1e-5, atol=1e-8)
+    assert np.allclose(
+        (T.pair_cdf(z + 1e-6, d) - T.pair_cdf(z - 1e-6, d)) / 2e-6, T.pair_density(z, d), rtol=1e-5, atol=1e-8
+    )
     assert T.pair_cdf(0.0, d) == 0 and T.pair_cdf(2.0, d) == pytest.approx(1)
     assert T.ball_expectation(lambda v: 1 + 0 * v, d) == pytest.approx(1, abs=1e-10)
     assert np.allclose(T.pair_density(z, d), d * z ** (d - 1) * T.euclid_hat(z, 2.0, d))
@@ -148,7 +166,10 @@ def test_support():
             T.support_for_neighbours(100, 2, bad)
 
 
-@pytest.mark.parametrize("kernel, dims", [(T.truncated_power, (1, 2, 3)), (T.wendland, (1, 2, 3)), (lambda z, s: T.euclid_hat(z, s, 4), (1, 2, 4))])
+@pytest.mark.parametrize(
+    "kernel, dims",
+    [(T.truncated_power, (1, 2, 3)), (T.wendland, (1, 2, 3)), (lambda z, s: T.euclid_hat(z, s, 4), (1, 2, 4))],
+)
 def test_kernels_are_local_and_positive_definite(kernel, dims):
     z = np.linspace(0, 2, 200)
     k = kernel(z, 0.8)
@@ -178,8 +199,10 @@ def test_fejer_frequencies_reproduce_the_kernel():
 def test_rff_features_and_mse():
     rng, D, draws = np.random.default_rng(7), 8, 4000
     x, y = np.array([0.1, 0.2]), np.array([0.4, 0.1])
-    error = [(T.rff_features(x, w) @ T.rff_features(y, w) - T.product_triangular(x - y, 1.0)) ** 2
-             for w in T.fejer_frequencies(draws * D // 2, 2, 1.0, rng).reshape(draws, D // 2, 2)]
+    error = [
+        (T.rff_features(x, w) @ T.rff_features(y, w) - T.product_triangular(x - y, 1.0)) ** 2
+        for w in T.fejer_frequencies(draws * D // 2, 2, 1.0, rng).reshape(draws, D // 2, 2)
+    ]
     expected = T.rff_mse(T.product_triangular(x - y, 1.0), T.product_triangular(2 * (x - y), 1.0), D)
     assert abs(np.mean(error) - expected) < 4.5 * np.std(error) / draws**0.5
     assert T.rff_features(x, np.ones((4, 2))) @ T.rff_features(x, np.ones((4, 2))) == pytest.approx(1)
@@ -201,13 +224,19 @@ def test_lemma_flops_counts_buckets():
     """The proof's count on explicit buckets: projections, kernels, bucket products, m1 - 1 additions."""
     n, d, m, tables, sizes = 6, 2, 3, 4, np.array([3, 2, 1])
     collisions = (sizes * (sizes - 1) // 2).sum()
-    by_hand = tables * (n * m * (2 * d - 1) + collisions * (3 * d + 4) + (d * sizes * (2 * sizes - 1)).sum()) + (tables - 1) * n * d
+    by_hand = (
+        tables * (n * m * (2 * d - 1) + collisions * (3 * d + 4) + (d * sizes * (2 * sizes - 1)).sum())
+        + (tables - 1) * n * d
+    )
     assert T.lemma_flops(n, d, m, tables, collisions / (n * (n - 1) / 2)) == pytest.approx(by_hand)
 
 
 def test_rff_flops_count_matrix_products():
     n, d, D = 7, 3, 10
-    product = lambda a, b, c: a * c * (2 * b - 1)
+
+    def product(a, b, c):
+        return a * c * (2 * b - 1)
+
     assert T.rff_flops(n, d, D) == product(n, d, D // 2) + 2 * n * D + product(D, n, d) + product(n, D, d)
     assert T.rff_flops_paper(n, d, D) == product(n, d, D) + n * d + product(D, n, d) + product(n, D, d)
 
@@ -217,7 +246,7 @@ def test_exact_and_grid_flops():
     x = T.uniform_ball(20_000, 2, np.random.default_rng(9))
     cell = np.floor(x / system.support).astype(int)
     boxes, counts = np.unique(cell, axis=0, return_counts=True)
-    look = {tuple(b): c for b, c in zip(boxes, counts)}
+    look = {tuple(b): c for b, c in zip(boxes, counts, strict=True)}
     seen = sum(c * (look.get((i + a, j + b), 0)) for (i, j), c in look.items() for a in (-1, 0, 1) for b in (-1, 0, 1))
     candidates = (seen - 20_000) / 2
     near = len(cKDTree(x).query_pairs(system.support, output_type="ndarray"))
@@ -230,8 +259,12 @@ def test_exact_and_grid_flops():
 @pytest.mark.parametrize("d", [2, 3])
 def test_system_moments(d):
     system = T.ball_system(500, d)
-    assert system.zero_error == pytest.approx(T.ball_expectation(lambda z: T.truncated_power(z, system.support) ** 2, d, 0, system.support), rel=1e-8)
-    assert system.doubled == pytest.approx(T.ball_expectation(lambda z: T.truncated_power(2 * z, system.support), d, 0, system.support / 2), rel=1e-6)
+    assert system.zero_error == pytest.approx(
+        T.ball_expectation(lambda z: T.truncated_power(z, system.support) ** 2, d, 0, system.support), rel=1e-8
+    )
+    assert system.doubled == pytest.approx(
+        T.ball_expectation(lambda z: T.truncated_power(2 * z, system.support), d, 0, system.support / 2), rel=1e-6
+    )
     assert system.every_weight.sum() == pytest.approx(1, abs=1e-10) and system.pairs == 500 * 499 / 2
 
 
@@ -260,7 +293,9 @@ def test_errors_broadcast():
 def test_union_work_limits():
     system = T.ball_system(1000, 2)
     distinct, lookups = T.union_work(system, 0.1, 1, 1)
-    assert distinct == pytest.approx((system.every_weight * T.collision_probability(system.every, 0.1)).sum()) and lookups == pytest.approx(0, abs=1e-12)
+    assert distinct == pytest.approx(
+        (system.every_weight * T.collision_probability(system.every, 0.1)).sum()
+    ) and lookups == pytest.approx(0, abs=1e-12)
     distinct, lookups = T.union_work(system, 1e6, 1, 5)
     assert distinct == pytest.approx(1, abs=1e-5) and lookups == pytest.approx(4, abs=1e-4)
     tiny = T.union_work(system, 1e-7, 4, 5)
@@ -273,7 +308,10 @@ def test_cheapest_is_a_brute_force_minimum(functions):
     widths, target = np.array([0.5, 1.0, 1.5, 2.0]), 0.2 * system.zero_error
     best = T.cheapest(system, target, functions, widths)
     r, t = system.support * widths[:, None], np.arange(1, 200)
-    prices = [np.where(T.union_error(system, r, m, t) <= target, T.union_flops(system, r, m, t), np.inf).min() for m in functions]
+    prices = [
+        np.where(T.union_error(system, r, m, t) <= target, T.union_flops(system, r, m, t), np.inf).min()
+        for m in functions
+    ]
     assert best.flops == pytest.approx(min(prices)) and best.error <= target
     assert best.error == pytest.approx(float(T.union_error(system, best.width, best.functions, best.tables)))
 
@@ -300,18 +338,34 @@ def test_frontier_is_a_frontier():
 def test_three_exponents():
     """FLOPs for a tenth of eps0: n^2, n^(2-1/d), n^1 (Theorems 3.3 to 3.5)."""
     n = np.array([1000, 10_000, 100_000])
+
+    def slope(cost):
+        return np.polyfit(np.log(n), np.log(cost), 1)[0]
+
+    def price(systems, functions):
+        return [T.cheapest(s, 0.1 * s.zero_error, functions).flops for s in systems]
+
     for d in (2, 3):
         systems = [T.ball_system(int(v), d) for v in n]
-        price = lambda f: [T.cheapest(s, 0.1 * s.zero_error, f).flops for s in systems]
-        slope = lambda cost: np.polyfit(np.log(n), np.log(cost), 1)[0]
-        assert slope(price((1,))) == pytest.approx(2 - 1 / d, abs=0.05)
-        assert slope(price((3, 4, 5))) == pytest.approx(1, abs=0.05)
-        assert slope([T.rff_flops(s.n, d, 10 * s.rff_constant / s.zero_error) for s in systems]) == pytest.approx(2, abs=0.02)
+        assert slope(price(systems, (1,))) == pytest.approx(2 - 1 / d, abs=0.05)
+        assert slope(price(systems, (3, 4, 5))) == pytest.approx(1, abs=0.05)
+        assert slope([T.rff_flops(s.n, d, 10 * s.rff_constant / s.zero_error) for s in systems]) == pytest.approx(
+            2, abs=0.02
+        )
 
 
-@pytest.mark.parametrize("call", [lambda: T.truncated_power(0.1, 0.0), lambda: T.wendland(0.1, -1.0), lambda: T.euclid_hat(0.1, float("nan"), 2),
-                                  lambda: T.product_triangular(np.zeros(2), 0.0), lambda: T.fejer_frequencies(0, 2, 1.0, np.random.default_rng(0)),
-                                  lambda: T.union_error(T.ball_system(100, 2), 0.1, 0, 1), lambda: T.union_error(T.ball_system(100, 2), -0.1, 1, 1)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: T.truncated_power(0.1, 0.0),
+        lambda: T.wendland(0.1, -1.0),
+        lambda: T.euclid_hat(0.1, float("nan"), 2),
+        lambda: T.product_triangular(np.zeros(2), 0.0),
+        lambda: T.fejer_frequencies(0, 2, 1.0, np.random.default_rng(0)),
+        lambda: T.union_error(T.ball_system(100, 2), 0.1, 0, 1),
+        lambda: T.union_error(T.ball_system(100, 2), -0.1, 1, 1),
+    ],
+)
 def test_parameters_must_be_positive(call):
     with pytest.raises(ValueError):
         call()
