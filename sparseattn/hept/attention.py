@@ -97,8 +97,8 @@ def _chunks(blocks, block_size, device):
     step = max(1, (2**19 if device.type == "cpu" else 2**27) // block_size**2)
     return [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
 
-# %% ../../nbs/hept/32_attention.ipynb #0085f049
-_FAR = 1024  # half square of the distance from a block's centre, beyond which float32 keeps less than 3 digits of a weight
+# %% ../../nbs/hept/32_attention.ipynb #3aef13f3
+_FAR = 256  # half square of the distance from a block's centre, beyond which float32 keeps less than 4 digits of a weight
 
 
 class _Tile:
@@ -151,7 +151,7 @@ class _Tile:
         return a, b, w
 
     def _centre(self, a, b, slots_q, slots_k):
-        "Centre each block, and note the blocks that stay wide: (their numbers, queries, keys) as given."
+        "Centre each block, and note the blocks that stay wide: (their numbers, queries, keys) in float64."
         d = self.width
         centre = b[..., :d].mean(1, keepdim=True)
         a[..., :d] -= centre
@@ -159,22 +159,29 @@ class _Tile:
         half = [_half_square(x[..., :d]) for x in (a, b)]
         a[..., d + 1], b[..., d] = -half[0], -half[1]
         far = (torch.maximum(*half).amax(-1) > _FAR).nonzero().flatten()
-        self.far = (far, self.queries[slots_q[far], :d], self.keys[slots_k[far], :d]) if len(far) else None
+        if len(far):
+            q, k = self.queries[slots_q[far], :d].double(), self.keys[slots_k[far], :d].double()
+            centre = k.mean(1, keepdim=True)
+            self.far = far, q - centre, k - centre
+        else:
+            self.far = None
 
     def _exponents_far(self, w, slots_q):
-        "Exponents of the blocks that stay wide, from differences."
+        "Exponents of the blocks that stay wide, in float64."
         far, q, k = self.far
-        exponents = attention_logits(q, k, kernel="gaussian")
+        of_q, of_k = (-0.5 * x.square().sum(-1, keepdim=True) for x in (q, k))
         if self.shift is not None:
-            exponents += self.shift[slots_q[far]][..., None]
-        w[far] = exponents * math.log2(math.e)
+            of_q += self.shift[slots_q[far]][..., None]
+        one = torch.ones_like(of_q)
+        exponents = torch.cat([q, of_q, one], -1) @ torch.cat([k, one, of_k], -1).transpose(1, 2)
+        w[far] = exponents.mul_(math.log2(math.e)).to(w.dtype)
 
     def gradients_far(self, s, to_q, to_k):
-        "Gradients in these blocks, from differences, a channel at a time; `s` are the derivatives with respect to exponents."
+        "Gradients in these blocks, in float64; `s` are the derivatives with respect to exponents."
         far, q, k = self.far
-        for c in range(self.width):
-            pull = s[far] * (k[:, None, :, c] - q[:, :, None, c])
-            to_q[far, :, c], to_k[far, :, c] = pull.sum(2), -pull.sum(1)
+        s = s[far].double()
+        to_q[far] = (s @ k - s.sum(2)[..., None] * q).to(to_q.dtype)
+        to_k[far, :, : self.width] = (s.transpose(1, 2) @ q - s.sum(1)[..., None] * k).to(to_k.dtype)
 
     def weights(self, table, first, last):
         "As `exponents`, with the weights; pairs that met in an earlier table get 0 when each pair counts once."
