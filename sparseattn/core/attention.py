@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# %% ../../nbs/core/00_attention.ipynb #f51e7352
+# %% ../../nbs/core/00_attention.ipynb #faacd0e7
 def check_points(name: str, x: Tensor, dims: int) -> None:
     """Refuse a tensor that is not floating, has the wrong number of dimensions, an empty one, or non-finite entries.
 
@@ -40,7 +40,8 @@ def _check_form(name, x, dims):
     if x.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
     if 0 in x.shape:
-        raise ValueError(f"{name} has no points or no channels: every size must be at least 1, got shape {tuple(x.shape)}")
+        raise ValueError(f"{name} has no points or no channels: every size must be at least 1, "
+                         f"got shape {tuple(x.shape)}")
 
 
 def _check_finite(name, x):
@@ -114,7 +115,7 @@ def _real(x, mask):
     "Masked points set to zero, whatever they hold; queries that are other points than the keys have no mask."
     return x if mask is None or x.shape[2] != mask.shape[1] else x.masked_fill(~mask[:, None, :, None], 0)
 
-# %% ../../nbs/core/00_attention.ipynb #380cca7d
+# %% ../../nbs/core/00_attention.ipynb #2788be19
 def hide_masked(x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b n c"]:
     """Points with the masked ones set to 0, whatever they held.
 
@@ -140,7 +141,8 @@ def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | No
         `(x, coords)`.
 
     Raises:
-        TypeError, ValueError: as `check_points` and `check_mask`, other channels, coordinates missing or of another shape.
+        TypeError, ValueError: as `check_points` and `check_mask`, other channels, coordinates missing or of another
+            shape.
 
     Example:
         >>> checked_cloud(torch.zeros(1, 5, 4), None, None, 4)[0].shape
@@ -191,7 +193,7 @@ def attention_logits(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], *
         return distance.square() * (-0.5 if scale is None else -0.5 * scale)
     raise ValueError(f"kernel is {kernel!r}; it must be 'softmax' or 'gaussian'")
 
-# %% ../../nbs/core/00_attention.ipynb #9342c354
+# %% ../../nbs/core/00_attention.ipynb #8a5f99a6
 def dense_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"], *,
                     mask: Bool[Tensor, "b m"] | None = None, pattern: Bool[Tensor, "..."] | None = None,
                     kernel: str = "softmax", scale: float | None = None) -> Float[Tensor, "b h n e"]:
@@ -207,7 +209,8 @@ def dense_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
         Weighted means of the values; 0 for a query that attends nothing. dtype as `q`.
 
     Raises:
-        TypeError, ValueError: see `check_qkv` and `attention_logits`, or a pattern that is not boolean or does not broadcast.
+        TypeError, ValueError: see `check_qkv` and `attention_logits`, or a pattern that is not boolean or does not
+            broadcast.
 
     Example:
         >>> x = torch.randn(2, 4, 10, 8)
@@ -226,8 +229,10 @@ def _check_pattern(pattern, pairs):
     if pattern is None:
         return
     _check_boolean("pattern", pattern)
-    if pattern.dim() > 4 or any(s not in (1, full) for s, full in zip(pattern.shape[::-1], pairs[::-1])):
-        raise ValueError(f"pattern must broadcast to shape {pairs} (batch, heads, queries, keys), got {tuple(pattern.shape)}")
+    if pattern.dim() > 4 or any(s not in (1, full)
+                                for s, full in zip(pattern.shape[::-1], pairs[::-1], strict=False)):
+        raise ValueError(f"pattern must broadcast to shape {pairs} (batch, heads, queries, keys), "
+                         f"got {tuple(pattern.shape)}")
 
 
 def _allowed(mask, pattern, q, k):
@@ -261,8 +266,9 @@ def masked_softmax(logits: Float[Tensor, "... m"], allowed: Bool[Tensor, "... m"
     weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
     return weights.masked_fill(~allowed, 0)
 
-# %% ../../nbs/core/00_attention.ipynb #364b8fc9
-def merge_attention(outputs: Float[Tensor, "p ... n e"], log_weights: Float[Tensor, "p ... n"]) -> Float[Tensor, "... n e"]:
+# %% ../../nbs/core/00_attention.ipynb #ec5ac7d4
+def merge_attention(outputs: Float[Tensor, "p ... n e"],
+                    log_weights: Float[Tensor, "p ... n"]) -> Float[Tensor, "... n e"]:
     """Merge attention computed over disjoint parts of the keys into attention over all of them.
 
     Args:

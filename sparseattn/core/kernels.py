@@ -33,11 +33,12 @@ def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c
     scaled = coords[:, None] * (2 * omega).sqrt()[None, :, None, :]
     return torch.cat([x, scaled.to(x.dtype)], -1)
 
-# %% ../../nbs/core/02_kernels.ipynb #f25440dc
+# %% ../../nbs/core/02_kernels.ipynb #ddf3857f
 def softmax_as_gaussian(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"]):
     """Queries and keys whose Gaussian kernel gives the attention of `exp(q.k)`.
 
-    HEPT, Sec 4.1, last paragraph: equality holds up to a factor that is the same for all keys and cancels in the normalised attention.
+    HEPT, Sec 4.1, last paragraph: equality holds up to a factor that is the same for all keys and cancels in the
+    normalised attention.
 
     Args:
         q, k: queries and keys of an unscaled softmax.

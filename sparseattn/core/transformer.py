@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .attention import check_count, checked_cloud, dense_attention, hide_masked
 from .kernels import append_coordinates
 
-# %% ../../nbs/core/05_transformer.ipynb #3ee7e30d
+# %% ../../nbs/core/05_transformer.ipynb #09a07f8a
 _REGISTRY: dict[str, type[nn.Module]] = {}
 
 
@@ -31,7 +31,8 @@ def register_attention(name: str) -> Callable:
     """
     def register(cls):
         taken = _REGISTRY.get(name)
-        if taken is not None and "__main__" not in (taken.__module__, cls.__module__) and taken.__module__ != cls.__module__:
+        if (taken is not None and "__main__" not in (taken.__module__, cls.__module__)
+                and taken.__module__ != cls.__module__):
             raise ValueError(f"attention {name!r} is already registered by {taken.__module__}")
         _REGISTRY[name] = cls
         return cls
@@ -82,7 +83,7 @@ def head_channels(dim: int, heads: int, head_dim: int | None = None) -> int:
     check_count("head_dim", head_dim)
     return head_dim
 
-# %% ../../nbs/core/05_transformer.ipynb #98863d02
+# %% ../../nbs/core/05_transformer.ipynb #f2521125
 @register_attention("dense")
 class DenseAttention(nn.Module):
     """Multi-head attention over all pairs.
@@ -102,7 +103,8 @@ class DenseAttention(nn.Module):
         torch.Size([2, 10, 16])
     """
 
-    def __init__(self, dim: int, heads: int, *, kernel: str = "softmax", coord_dims: int = 0, head_dim: int | None = None):
+    def __init__(self, dim: int, heads: int, *, kernel: str = "softmax", coord_dims: int = 0,
+                 head_dim: int | None = None):
         super().__init__()
         self.heads, self.head_dim, self.kernel = heads, head_channels(dim, heads, head_dim), kernel
         self.coord_dims = coord_dims if kernel == "gaussian" else 0
@@ -114,12 +116,14 @@ class DenseAttention(nn.Module):
                 mask: Bool[Tensor, "b n"] | None = None):
         """Attention output `(b, n, c)`; masked points return 0."""
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims)
-        q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+                   for f in (self.query, self.key, self.value))
         if self.log_omega is not None:
             q, k = (append_coordinates(part, coords, self.log_omega.exp()) for part in (q, k))
-        return hide_masked(self.out(dense_attention(q, k, v, mask=mask, kernel=self.kernel).transpose(1, 2).flatten(2)), mask)
+        return hide_masked(
+            self.out(dense_attention(q, k, v, mask=mask, kernel=self.kernel).transpose(1, 2).flatten(2)), mask)
 
-# %% ../../nbs/core/05_transformer.ipynb #ba9a62c2
+# %% ../../nbs/core/05_transformer.ipynb #de1bb363
 class Layer(nn.Module):
     """Pre-norm transformer layer around an attention module.
 
@@ -164,14 +168,20 @@ class Encoder(nn.Module):
         torch.Size([1, 5, 16])
     """
 
-    def __init__(self, dim: int, depth: int, heads: int, *, attention: str = "dense", hidden: int | None = None, dropout: float = 0.0, **options):
+    def __init__(self, dim: int, depth: int, heads: int, *, attention: str = "dense", hidden: int | None = None,
+                 dropout: float = 0.0, **options):
         super().__init__()
         self.dim = dim
-        self.layers = nn.ModuleList(Layer(make_attention(attention, dim, heads, **options), dim, hidden or 4 * dim, dropout) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            Layer(make_attention(attention, dim, heads, **options), dim, hidden or 4 * dim, dropout)
+            for _ in range(depth))
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, all_layers: bool = False):
-        """Output of the last layer; with `all_layers` a list of the input and every layer's output. Masked points are 0 in each."""
+        """Output of the last layer; with `all_layers` a list of the input and every layer's output.
+
+        Masked points are 0 in each.
+        """
         x, coords = checked_cloud(x, coords, mask, self.dim)
         outputs = [x]
         for layer in self.layers:

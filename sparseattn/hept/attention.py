@@ -6,7 +6,7 @@
 __all__ = ['block_of', 'multiplicity', 'hept_attention', 'block_info', 'gathered_attention', 'CoordinateDecay', 'HEPTAttention',
            'released_order', 'forward_cases', 'backward_cases']
 
-# %% ../../nbs/hept/32_attention.ipynb #e0b1223d
+# %% ../../nbs/hept/32_attention.ipynb #93fecfc5
 import math
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
@@ -16,13 +16,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..core.attention import AttentionInfo, attention_logits, check_count, check_qkv, checked_cloud, hide_masked, masked_softmax
+from ..core.attention import (
+    AttentionInfo, attention_logits, check_count, check_qkv, checked_cloud, hide_masked, masked_softmax)
 from ..core.kernels import append_coordinates, softmax_as_gaussian
 from ..core.transformer import head_channels, register_attention
 from .hashing import bucket_labels, combine_labels, draw_buckets, invert, raw_codes, sort_order
 
-# %% ../../nbs/hept/32_attention.ipynb #0807171f
-def block_of(order: Int[Tensor, "t b h n"], block_size: int, mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "t b h n"]:
+# %% ../../nbs/hept/32_attention.ipynb #5a36c4f2
+def block_of(order: Int[Tensor, "t b h n"], block_size: int,
+             mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "t b h n"]:
     """Block of each point; masked points are skipped when blocks are cut and get -1.
 
     Args:
@@ -70,9 +72,10 @@ def _reference(q, k, v, order_q, order_k, block_size, combine, mask, floor=0.0):
         return weights @ v / (weights.sum(-1, keepdim=True) + len(order_q) * floor)
     return masked_softmax(logits + count.clamp(min=1).log(), count > 0) @ v
 
-# %% ../../nbs/hept/32_attention.ipynb #857f6b7c
+# %% ../../nbs/hept/32_attention.ipynb #169c704c
 def _slots(order, block_size, mask):
-    "Point in each slot of each block, (tables, rows, blocks, block); rows count batch and heads, n stands for an empty slot."
+    """Point in each slot of each block, (tables, rows, blocks, block); rows count batch and heads,
+    n stands for an empty slot."""
     tables, batch, heads, n = order.shape
     points = order.reshape(tables, -1, n)
     if mask is not None:
@@ -97,8 +100,9 @@ def _chunks(blocks, block_size, device):
     step = max(1, (2**19 if device.type == "cpu" else 2**27) // block_size**2)
     return [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
 
-# %% ../../nbs/hept/32_attention.ipynb #3aef13f3
-_FAR = 256  # half square of the distance from a block's centre, beyond which float32 keeps less than 4 digits of a weight
+# %% ../../nbs/hept/32_attention.ipynb #ba2b45b2
+# half square of the distance from a block's centre, beyond which float32 keeps less than 4 digits of a weight
+_FAR = 256
 
 
 class _Tile:
@@ -106,7 +110,8 @@ class _Tile:
 
     def __init__(self, q, k, v, slots_q, slots_k, union, real):
         n, d, e = *q.shape[1:], v.shape[-1]
-        self.width, self.start, self.one = d, _wide(d + 2), _wide(d + 2) + e  # channels of q and k, start of the values, the appended 1
+        # channels of q and k, start of the values, the appended 1
+        self.width, self.start, self.one = d, _wide(d + 2), _wide(d + 2) + e
         self.slots_q, self.slots_k = _flat(slots_q, n), _flat(slots_k, n)
         centre = k.mean(1, keepdim=True)
         self.queries, rows = _rows(q, self.start)
@@ -188,7 +193,8 @@ class _Tile:
         a, b, w = self.exponents(table, first, last)
         w.clamp_(self.lowest, 0).exp2_()
         for block_q, block_k in self.seen[:table]:
-            met = block_q[self.slots_q[table, first:last]][:, :, None] == block_k[self.slots_k[table, first:last]][:, None]
+            met = (block_q[self.slots_q[table, first:last]][:, :, None]
+                   == block_k[self.slots_k[table, first:last]][:, None])
             w.masked_fill_(met, 0)
         return a, b, w
 
@@ -269,9 +275,10 @@ def _largest(tile):
             largest[rows] = torch.maximum(largest[rows], best)
     return largest
 
-# %% ../../nbs/hept/32_attention.ipynb #24b6c8bf
+# %% ../../nbs/hept/32_attention.ipynb #e478e65d
 def _shifted_sums(tile, rest, q, real):
-    """Sums of all rows, (rows, points, width + 1), and the shift of each; heads with a denominator that underflows are done again.
+    """Sums of all rows, (rows, points, width + 1), and the shift of each; heads with a denominator that underflows
+    are done again.
 
     `rest` are the other arguments of `_Tile`.
     """
@@ -290,7 +297,8 @@ def _shifted_sums(tile, rest, q, real):
 def _tile(heads, q, rest):
     "A tile of some heads."
     k, v, slots_q, slots_k, union, real = rest
-    return _Tile(q[heads], k[heads], v[heads], slots_q[:, heads], slots_k[:, heads], union, None if real is None else real[heads])
+    return _Tile(q[heads], k[heads], v[heads], slots_q[:, heads], slots_k[:, heads], union,
+                 None if real is None else real[heads])
 
 # %% ../../nbs/hept/32_attention.ipynb #68ffdf8b
 def _gradients(tile, pair):
@@ -315,9 +323,10 @@ def _gradients(tile, pair):
         merge_q.add(table), merge_k.add(table)
     return merge_q.total[:-1], merge_k.total[:-1, :d], merge_k.total[:-1, d:]
 
-# %% ../../nbs/hept/32_attention.ipynb #01dc0382
+# %% ../../nbs/hept/32_attention.ipynb #7fca990c
 def _by_heads(function, tensors, device):
-    "`function(*parts)` over groups of rows (dimension 0 of each tensor, None passed on), in threads on a CPU; results joined."
+    """`function(*parts)` over groups of rows (dimension 0 of each tensor, None passed on), in threads on a CPU;
+    results joined."""
     if device.type != "cpu":
         return function(*tensors)
     (rows, n), threads = tensors[0].shape[:2], torch.get_num_threads()
@@ -336,11 +345,12 @@ def _by_heads(function, tensors, device):
                 parts = list(pool.map(work, cuts))
         finally:
             torch.set_num_threads(threads)
-    return tuple(torch.cat(part) for part in zip(*parts))
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
-# %% ../../nbs/hept/32_attention.ipynb #2ffdc6fa
+# %% ../../nbs/hept/32_attention.ipynb #5927d6c2
 class _BlockAttention(torch.autograd.Function):
-    "Sum or union of block attention over tables; rows (batch and heads) in dimension 0, tables in dimension 1 of the slots."
+    """Sum or union of block attention over tables; rows (batch and heads) in dimension 0,
+    tables in dimension 1 of the slots."""
 
     @staticmethod
     def forward(ctx, q, k, v, slots_q, slots_k, real, union, floor):
@@ -377,13 +387,15 @@ class _BlockAttention(torch.autograd.Function):
             gradients = _by_heads(part, (*ctx.saved_tensors, grad, ctx.real), grad.device)
         return *gradients, None, None, None, None, None
 
-# %% ../../nbs/hept/32_attention.ipynb #9f8ba620
+# %% ../../nbs/hept/32_attention.ipynb #edf4a06e
 def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
-                   order_q: Int[Tensor, "t b h n"], order_k: Int[Tensor, "t b h n"], *, block_size: int = 100, combine: str = "sum",
-                   mask: Bool[Tensor, "b n"] | None = None, floor: float = 0.0, impl: str = "fast", return_info: bool = False):
+                   order_q: Int[Tensor, "t b h n"], order_k: Int[Tensor, "t b h n"], *, block_size: int = 100,
+                   combine: str = "sum", mask: Bool[Tensor, "b n"] | None = None, floor: float = 0.0,
+                   impl: str = "fast", return_info: bool = False):
     """Attention within the blocks of sorted queries and keys, with the kernel exp(-|q-k|^2/2).
 
-    HEPT, Sec 4.2-4.3. Block b of the sorted queries attends block b of the sorted keys, in every table; float16 and bfloat16 are computed in float32.
+    HEPT, Sec 4.2-4.3. Block b of the sorted queries attends block b of the sorted keys, in every table; float16 and
+    bfloat16 are computed in float32.
 
     Args:
         q, k, v: queries, keys, values; coordinates already appended, see `append_coordinates`.
@@ -391,11 +403,11 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
         block_size: points in a block, >= 1; n need not be a multiple of it.
         combine: "sum" counts a pair once a table in which it shares a block (the paper), "union" once.
         mask: True = a real point. Blocks are cut from real points alone; masked points change nothing and return 0.
-        floor: weight >= 0 of one more key, with value 0, in every table: a query far from all its keys then returns 0. The released
-            code has 1e-20; the paper none.
+        floor: weight >= 0 of one more key, with value 0, in every table: a query far from all its keys then returns 0.
+            The released code has 1e-20; the paper none.
         impl: "fast", or "reference" in O(n^2).
-        return_info: also return an `AttentionInfo` whose pattern holds the point in every slot of every block of queries and of keys,
-            (2, t, b, h, blocks, block_size), n for an empty slot.
+        return_info: also return an `AttentionInfo` whose pattern holds the point in every slot of every block of
+            queries and of keys, (2, t, b, h, blocks, block_size), n for an empty slot.
 
     Returns:
         (b, h, n, e), dtype as `q`; with `return_info` a pair.
@@ -434,10 +446,11 @@ def _fast(q, k, v, order_q, order_k, block_size, combine, mask, floor):
         q, k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (q, k, v))
         real = mask.repeat_interleave(heads, 0)
     slots = (_slots(order, block_size, mask).transpose(0, 1) for order in (order_q, order_k))
-    out = _BlockAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), *slots, real, combine == "union", len(order_q) * floor)
+    out = _BlockAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), *slots, real, combine == "union",
+                                len(order_q) * floor)
     return out.view(batch, heads, n, -1)
 
-# %% ../../nbs/hept/32_attention.ipynb #8d4464dd
+# %% ../../nbs/hept/32_attention.ipynb #7cb9bd81
 def _check_options(block_size, combine, floor, impl="fast"):
     check_count("block_size", block_size)
     _check_number("floor", floor, 0)
@@ -462,9 +475,11 @@ def _check_orders(q, k, **orders):
         if not isinstance(order, Tensor) or order.dtype != torch.int64:
             raise TypeError(f"{name} must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
         if order.dim() != 4 or order.shape[0] == 0 or order.shape[1:] != q.shape[:3]:
-            raise ValueError(f"{name} must have shape (tables, {', '.join(map(str, q.shape[:3]))}), got {tuple(order.shape)}")
+            raise ValueError(f"{name} must have shape (tables, {', '.join(map(str, q.shape[:3]))}), "
+                             f"got {tuple(order.shape)}")
         n = q.shape[2]
-        if order.amin() < 0 or order.amax() >= n or not torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all():
+        if (order.amin() < 0 or order.amax() >= n
+                or not torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all()):
             raise ValueError(f"{name} must hold permutations of 0..{n - 1}")
     first, second = orders.values()
     if first.shape != second.shape:
@@ -472,7 +487,8 @@ def _check_orders(q, k, **orders):
 
 
 def block_info(q, v, order_q, order_k, block_size, mask=None) -> AttentionInfo:
-    """What block attention computes: blocks, pairs, density, FLOPs (2 (d + 2) + 2 (e + 1) a pair, with the extra channels).
+    """What block attention computes: blocks, pairs, density, FLOPs (2 (d + 2) + 2 (e + 1) a pair,
+    with the extra channels).
 
     Example:
         >>> x, order = torch.randn(1, 1, 10, 4), torch.arange(10).view(1, 1, 1, 10)
@@ -489,9 +505,10 @@ def block_info(q, v, order_q, order_k, block_size, mask=None) -> AttentionInfo:
     return AttentionInfo(pattern, nnz, nnz / max(1, pairs), nnz * 2 * (q.shape[-1] + 2 + v.shape[-1] + 1),
                          {"tables": tables, "block_size": block_size})
 
-# %% ../../nbs/hept/32_attention.ipynb #49fa3daf
+# %% ../../nbs/hept/32_attention.ipynb #bebd1012
 def gathered_attention(q, k, v, order_q, order_k, *, block_size: int = 100, floor: float = 0.0):
-    """Straightforward gather-einsum-exp form of `hept_attention` (sum), the released algorithm; n must be a multiple of the block.
+    """Straightforward gather-einsum-exp form of `hept_attention` (sum), the released algorithm;
+    n must be a multiple of the block.
 
     Args:
         q, k, v, order_q, order_k, block_size: see `hept_attention`.
@@ -515,15 +532,15 @@ def gathered_attention(q, k, v, order_q, order_k, *, block_size: int = 100, floo
     numerator = numerator.gather(-2, back[..., None].expand_as(numerator)).sum(0)
     return numerator / denominator.gather(-1, back).sum(0)[..., None]
 
-# %% ../../nbs/hept/32_attention.ipynb #442b2165
+# %% ../../nbs/hept/32_attention.ipynb #291e8b50
 class CoordinateDecay(nn.Module):
     """Positive decay of each head along each coordinate, HEPT Sec 4.1.
 
     Args:
         heads: number of heads.
         coord_dims: number of coordinates.
-        form: "direct", one log-weight a head and coordinate; "summed", the released form: `sum_k exp(sum_d w)` over 10 weights of `head_dim`
-            numbers, the first two coordinates (eta, phi) sharing theirs.
+        form: "direct", one log-weight a head and coordinate; "summed", the released form: `sum_k exp(sum_d w)` over
+            10 weights of `head_dim` numbers, the first two coordinates (eta, phi) sharing theirs.
         head_dim: width of a head, for "summed".
 
     Example:
@@ -549,7 +566,7 @@ class CoordinateDecay(nn.Module):
         omega = w.sum(1).clamp(max=50).exp().sum(-1)
         return torch.cat([omega[:, :1], omega], -1)
 
-# %% ../../nbs/hept/32_attention.ipynb #af354b55
+# %% ../../nbs/hept/32_attention.ipynb #73b6458f
 @register_attention("hept")
 class HEPTAttention(nn.Module):
     """Multi-head block attention with a local kernel, HEPT Sec 4.
@@ -568,8 +585,9 @@ class HEPTAttention(nn.Module):
         tied: use one projection for queries and keys.
         decay: form of omega, see `CoordinateDecay`.
         floor: weight of a further key with value 0 in every table, see `hept_attention`.
-        as_released: repeat the released arithmetic: region sizes and sort code rounded in float32, exponents from expanded squares,
-            1e-20 a table added to the denominators. For comparison; n must be a multiple of the block.
+        as_released: repeat the released arithmetic: region sizes and sort code rounded in float32, exponents from
+            expanded squares, 1e-20 a table added to the denominators. For comparison; n must be a multiple of the
+            block.
         generator: source of the random directions and region counts, fixed at construction.
 
     Raises:
@@ -581,9 +599,10 @@ class HEPTAttention(nn.Module):
         torch.Size([1, 500, 32])
     """
 
-    def __init__(self, dim: int, heads: int, *, coord_dims: int, tables: int = 3, block_size: int = 100, regions: float | None = None,
-                 head_dim: int | None = None, combine: str = "sum", codes: str = "coordinates", kernel: str = "hept", tied: bool = False,
-                 decay: str = "direct", floor: float = 0.0, as_released: bool = False, generator: torch.Generator | None = None):
+    def __init__(self, dim: int, heads: int, *, coord_dims: int, tables: int = 3, block_size: int = 100,
+                 regions: float | None = None, head_dim: int | None = None, combine: str = "sum",
+                 codes: str = "coordinates", kernel: str = "hept", tied: bool = False, decay: str = "direct",
+                 floor: float = 0.0, as_released: bool = False, generator: torch.Generator | None = None):
         super().__init__()
         _check_options(block_size, combine, floor)
         check_count("tables", tables)
@@ -591,8 +610,10 @@ class HEPTAttention(nn.Module):
         _check_number("regions", 1 if regions is None else regions, 1)
         _check_choice("codes", codes, ("coordinates", "features", "none"))
         _check_choice("kernel", kernel, ("hept", "softmax"))
-        self.heads, self.head_dim, self.tables, self.block_size = heads, head_channels(dim, heads, head_dim), tables, block_size
-        self.combine, self.codes, self.kernel, self.as_released, self.regions, self.floor = combine, codes, kernel, as_released, regions, floor
+        self.heads, self.head_dim, self.tables, self.block_size = (
+            heads, head_channels(dim, heads, head_dim), tables, block_size)
+        self.combine, self.codes, self.kernel, self.as_released, self.regions, self.floor = (
+            combine, codes, kernel, as_released, regions, floor)
         self.query = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.key = None if tied else nn.Linear(dim, heads * self.head_dim, bias=False)
         self.value = nn.Linear(dim, heads * self.head_dim, bias=False)
@@ -607,7 +628,8 @@ class HEPTAttention(nn.Module):
         width = self.head_dim + (self.coord_dims if self.kernel == "hept" else 0)
         count = 1 + (functions if self.codes == "features" else 0)
         self.register_buffer("directions", torch.randn(count, self.tables, self.heads, width, generator=generator))
-        self.register_buffer("buckets", draw_buckets(self.tables, self.heads, self.regions or 150.0, functions=functions, generator=generator))
+        self.register_buffer("buckets", draw_buckets(self.tables, self.heads, self.regions or 150.0,
+                                                     functions=functions, generator=generator))
 
     def _split(self, x):
         return x.view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
@@ -618,7 +640,8 @@ class HEPTAttention(nn.Module):
         placed = self.kernel == "hept" or self.codes == "coordinates"
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims if placed else 0)
         if self.as_released and (mask is not None or x.shape[1] % self.block_size):
-            raise ValueError(f"as_released knows no mask and needs a multiple of {self.block_size} points, got {x.shape[1]}")
+            raise ValueError(f"as_released knows no mask and needs a multiple of {self.block_size} points, "
+                             f"got {x.shape[1]}")
         if placed and not self.as_released:
             coords = _centred(coords, mask)
         q, v = self._split(self.query(x)), self._split(self.value(x))
@@ -650,8 +673,8 @@ class HEPTAttention(nn.Module):
             values = _aux_values(self.codes, q, k, coords, directions[1:])
             labels = _labels(values, self._bucket_counts(q.shape[0], q.shape[2], mask), mask, self.as_released)
         if self.as_released:
-            return [released_order(b, label, base) for b, label in zip(base, labels)]
-        return [sort_order(b, label, mask=mask) for b, label in zip(base, labels)]
+            return [released_order(b, label, base) for b, label in zip(base, labels, strict=True)]
+        return [sort_order(b, label, mask=mask) for b, label in zip(base, labels, strict=True)]
 
     def aux_labels(self, coords, mask=None):
         """Aux codes from coordinates, (tables, b, h, n)."""
@@ -667,7 +690,7 @@ class HEPTAttention(nn.Module):
         total = (points / (4 * self.block_size)).clamp(min=1).view(1, batch, 1, 1)
         return (buckets * (total / 150.0) ** (1 / buckets.shape[-1])).clamp(min=1)
 
-# %% ../../nbs/hept/32_attention.ipynb #52685c89
+# %% ../../nbs/hept/32_attention.ipynb #76c6d436
 def _centred(coords, mask):
     "Coordinates from the mean of the real points."
     coords = coords.to(torch.promote_types(coords.dtype, torch.float32))
@@ -692,10 +715,12 @@ def _labels(values, buckets, mask, as_released=False):
         count = buckets[..., j]
         shape = (*count.shape, of_q.shape[-1])
         if of_q is of_k:
-            label = bucket_labels(of_q.expand(shape), count, mask=None if real is None else real.expand(shape), as_released=as_released)
+            label = bucket_labels(of_q.expand(shape), count, mask=None if real is None else real.expand(shape),
+                                  as_released=as_released)
             found.append((label, label))
         else:
-            both = bucket_labels(torch.cat([of_q, of_k], -1), count, mask=None if real is None else torch.cat([real.expand(shape)] * 2, -1))
+            both = bucket_labels(torch.cat([of_q, of_k], -1), count,
+                                 mask=None if real is None else torch.cat([real.expand(shape)] * 2, -1))
             found.append(both.split(shape[-1], -1))
     combine = _packed if as_released else combine_labels
     joint = combine([torch.cat(pair, -1) for pair in found])

@@ -88,8 +88,9 @@ def invert(order: Int[Tensor, "... n"]) -> Int[Tensor, "... n"]:
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)
 
-# %% ../../nbs/hept/31_hashing.ipynb #bdb11560
-def and_code(base: Float[Tensor, "... n"], labels: list[Int[Tensor, "... n"]], buckets: list[float]) -> Float[Tensor, "... n"]:
+# %% ../../nbs/hept/31_hashing.ipynb #a320005e
+def and_code(base: Float[Tensor, "... n"], labels: list[Int[Tensor, "... n"]],
+             buckets: list[float]) -> Float[Tensor, "... n"]:
     """The AND hash code T as the paper prints it.
 
     HEPT, Sec 4.2. Kept for the checks; `sort_order` is what the package sorts by.
@@ -108,7 +109,7 @@ def and_code(base: Float[Tensor, "... n"], labels: list[Int[Tensor, "... n"]], b
     """
     spread = base.amax(-1, keepdim=True) - base.amin(-1, keepdim=True)
     factors = np.cumprod([1.0, *buckets[:-1]])
-    return base + spread * sum(label * float(f) for label, f in zip(labels, factors))
+    return base + spread * sum(label * float(f) for label, f in zip(labels, factors, strict=False))
 
 # %% ../../nbs/hept/31_hashing.ipynb #1b3b987b
 def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | None = None, *,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..core.attention import checked_cloud, hide_masked
 from ..core.transformer import Encoder
 
-# %% ../../nbs/hept/33_models.ipynb #dbe35504
+# %% ../../nbs/hept/33_models.ipynb #12cebedf
 class EmbeddingHead(nn.Module):
     """Linear map plus a residual tanh network, the released model's output part.
 
@@ -38,7 +38,7 @@ class EmbeddingHead(nn.Module):
     def __init__(self, inputs: int, outputs: int, hidden: int = 256, dropout: float = 0.1):
         super().__init__()
         widths = [outputs] + [hidden] * 4
-        steps = [[nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()] for a, b in zip(widths, widths[1:])]
+        steps = [[nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()] for a, b in zip(widths, widths[1:], strict=False)]
         self.project = nn.Linear(inputs, outputs, bias=False)
         self.correct = nn.Sequential(*sum(steps, []), nn.Linear(hidden, outputs))
         self.dropout = nn.Dropout(dropout)
@@ -66,20 +66,22 @@ class HEPTModel(nn.Module):
         torch.Size([1, 300, 12])
     """
 
-    def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, dim: int = 24, depth: int = 4, heads: int = 8,
-                 attention: str = "hept", dropout: float = 0.1, **options):
+    def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, dim: int = 24, depth: int = 4,
+                 heads: int = 8, attention: str = "hept", dropout: float = 0.1, **options):
         super().__init__()
         self.features = features
         self.encode = nn.Sequential(nn.Linear(features, dim), nn.ReLU(), nn.Linear(dim, dim))
-        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout, head_dim=dim, coord_dims=coord_dims, **options)
+        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout, head_dim=dim,
+                               coord_dims=coord_dims, **options)
         self.head = EmbeddingHead(dim * (depth + 1), outputs, dropout=dropout)
 
-    def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n o"]:
+    def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"],
+                mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n o"]:
         """Embeddings; masked points return 0."""
         x, coords = checked_cloud(x, coords, mask, self.features)
         return hide_masked(self.head(torch.cat(self.encoder(self.encode(x), coords, mask, all_layers=True), -1)), mask)
 
-# %% ../../nbs/hept/33_models.ipynb #ce51bef1
+# %% ../../nbs/hept/33_models.ipynb #66d5d1f3
 SIMILARITIES = ("released", "printed", "squared")
 
 
@@ -90,7 +92,8 @@ def similarity(distance: Float[Tensor, "..."], form: str = "released", tau: floa
 
     Args:
         distance: distances, in the unit of the embedding.
-        form: "released" `exp(-d / (2 * 0.75^2)) / tau` (the form that trained the released weights), "printed" `exp(-d^2 / tau)`, or "squared" `-d^2 / tau`.
+        form: "released" `exp(-d / (2 * 0.75^2)) / tau` (the form that trained the released weights), "printed"
+            `exp(-d^2 / tau)`, or "squared" `-d^2 / tau`.
         tau: temperature.
 
     Raises:
@@ -110,7 +113,7 @@ def similarity(distance: Float[Tensor, "..."], form: str = "released", tau: floa
         return -distance.square() / tau
     raise ValueError(f"form is {form!r}; it must be one of {', '.join(SIMILARITIES)}")
 
-# %% ../../nbs/hept/33_models.ipynb #b74deb11
+# %% ../../nbs/hept/33_models.ipynb #7f815112
 @dataclass(frozen=True)
 class Pairs:
     """Training pairs of one cloud.
@@ -131,8 +134,8 @@ class Pairs:
     hits: Tensor
 
 
-def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], valid: Bool[Tensor, "n"], *, negatives: int = 256,
-                   radius: float = 1.0) -> Pairs:
+def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], valid: Bool[Tensor, "n"], *,
+                   negatives: int = 256, radius: float = 1.0) -> Pairs:
     """Positive pairs and neighbouring negatives of a cloud, HEPT Appendix A.2.
 
     Args:
@@ -159,7 +162,8 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
     anchor, positive = _same_particle(particle.cpu(), (valid & (particle > 0)).cpu())
     hits, row = anchor.unique(return_inverse=True)
     number = particle.cpu()[anchor].unique(return_inverse=True)[1]
-    return Pairs(anchor, positive, number, row, _neighbours(coords.cpu(), particle.cpu(), hits, negatives, radius), hits)
+    return Pairs(anchor, positive, number, row,
+                 _neighbours(coords.cpu(), particle.cpu(), hits, negatives, radius), hits)
 
 
 def _same_particle(particle, valid):
@@ -181,7 +185,8 @@ def _neighbours(coords, particle, hits, count, radius):
         return torch.empty(0, count, dtype=torch.long)
     spare = int(particle[particle > 0].bincount().max())
     k = min(count + spare, len(particle))
-    found = cKDTree(coords.numpy()).query(coords[hits].numpy(), k=k, distance_upper_bound=radius)[1].reshape(len(hits), -1)
+    found = cKDTree(coords.numpy()).query(
+        coords[hits].numpy(), k=k, distance_upper_bound=radius)[1].reshape(len(hits), -1)
     found = torch.from_numpy(found)
     label = torch.cat([particle, particle.new_full((1,), -1)])[found]
     other = (found < len(particle)) & (label != particle[hits][:, None])
@@ -194,8 +199,9 @@ def _compact(values, keep):
     order = (~keep).byte().argsort(dim=1, stable=True)
     return torch.where(keep, values, -1).gather(1, order)
 
-# %% ../../nbs/hept/33_models.ipynb #9dca266d
-def info_nce(embeddings: Float[Tensor, "n d"], pairs: Pairs, *, form: str = "released", tau: float = 0.05) -> Float[Tensor, ""]:
+# %% ../../nbs/hept/33_models.ipynb #ecffdc84
+def info_nce(embeddings: Float[Tensor, "n d"], pairs: Pairs, *, form: str = "released",
+             tau: float = 0.05) -> Float[Tensor, ""]:
     """InfoNCE over the pairs of a cloud: mean over the pairs of a particle, then over particles.
 
     HEPT, Appendix A.3; the mean over particles as in the released code.
@@ -232,8 +238,9 @@ def _distance(a, b):
     square = (a - b).square().sum(-1)
     return torch.where(square > 0, square.clamp(min=1e-30).sqrt(), 0)
 
-# %% ../../nbs/hept/33_models.ipynb #e30f9412
-def tracking_batch(x: Float[Tensor, "n f"], coords: Float[Tensor, "n k"], particle: Int[Tensor, "n"], valid: Bool[Tensor, "n"]) -> dict:
+# %% ../../nbs/hept/33_models.ipynb #633f8c56
+def tracking_batch(x: Float[Tensor, "n f"], coords: Float[Tensor, "n k"], particle: Int[Tensor, "n"],
+                   valid: Bool[Tensor, "n"]) -> dict:
     """One cloud with its pairs, as `tracking_loss` takes it.
 
     Example:
@@ -255,8 +262,9 @@ def tracking_loss(model: nn.Module, batch: dict, generator: torch.Generator | No
     """
     return info_nce(model(batch["x"], batch["coords"])[0], batch["pairs"])
 
-# %% ../../nbs/hept/33_models.ipynb #3081a095
-def focal_loss(logits: Float[Tensor, "n"], labels: Float[Tensor, "n"], *, alpha: float = 0.25, gamma: float = 2.0, balanced: bool = False) -> Float[Tensor, ""]:
+# %% ../../nbs/hept/33_models.ipynb #92b88e3d
+def focal_loss(logits: Float[Tensor, "n"], labels: Float[Tensor, "n"], *, alpha: float = 0.25, gamma: float = 2.0,
+               balanced: bool = False) -> Float[Tensor, ""]:
     """Focal loss for unbalanced binary labels, mean over points.
 
     HEPT, Appendix A.3.
@@ -278,7 +286,7 @@ def focal_loss(logits: Float[Tensor, "n"], labels: Float[Tensor, "n"], *, alpha:
     weight = torch.where(labels > 0, alpha, 1 - alpha) if balanced else alpha
     return (weight * (1 - torch.exp(-loss)).pow(gamma) * loss).mean()
 
-# %% ../../nbs/hept/33_models.ipynb #31663412
+# %% ../../nbs/hept/33_models.ipynb #7ee77099
 class ReleasedHEPT(HEPTModel):
     """The tracking model with the released weights; see `load_released`."""
 
@@ -306,8 +314,8 @@ def load_released(path: str | Path, *, as_released: bool = True, **options) -> R
 
     Args:
         path: `tracking60k.npz`, the released arrays under their released names.
-        as_released: repeat the released arithmetic and padding, which the weights were trained with; False computes the equations
-            of the paper exactly, with masks and without padding.
+        as_released: repeat the released arithmetic and padding, which the weights were trained with; False computes
+            the equations of the paper exactly, with masks and without padding.
         options: passed to the attention, e.g. `combine="union"`.
 
     Returns:
@@ -330,7 +338,7 @@ def load_released(path: str | Path, *, as_released: bool = True, **options) -> R
     model.as_released = as_released
     return model.eval()
 
-# %% ../../nbs/hept/33_models.ipynb #86f22a19
+# %% ../../nbs/hept/33_models.ipynb #7069550f
 def _arrays(path):
     "Arrays of a file from elsewhere, by name; nothing in it is ever executed."
     if not path.is_file():
@@ -339,16 +347,19 @@ def _arrays(path):
         with np.load(path, allow_pickle=False) as file:
             return {name: torch.from_numpy(file[name]) for name in file.files}
     except Exception:  # each kind of damage has its own, and numpy advises to unpickle
-        raise ValueError(f"path: {path.name} is damaged or something else than expected, an .npz archive of plain numbers") from None
+        raise ValueError(f"path: {path.name} is damaged or something else than expected, "
+                         "an .npz archive of plain numbers") from None
 
 
 def _released_state(arrays, depth):
     "Released arrays under our names."
     state = {f"encode.{i}.{p}": arrays[f"feat_encoder.{i}.{p}"] for i in (0, 2) for p in ("weight", "bias")}
-    names = {"attention.query.weight": "w_q.weight", "attention.key.weight": "w_k.weight", "attention.value.weight": "w_v.weight",
+    names = {"attention.query.weight": "w_q.weight", "attention.key.weight": "w_k.weight",
+             "attention.value.weight": "w_v.weight",
              "attention.decay.rpe.weight": "w_rpe.weight", "attention.decay.rpe.bias": "w_rpe.bias"}
     names |= {f"{ours}.{p}": f"{theirs}.{p}" for p in ("weight", "bias") for ours, theirs in (
-        ("attention.out", "attn.out_linear"), ("norm1", "norm1"), ("norm2", "norm2"), ("feed.0", "ff.0"), ("feed.2", "ff.2"))}
+        ("attention.out", "attn.out_linear"), ("norm1", "norm1"), ("norm2", "norm2"),
+        ("feed.0", "ff.0"), ("feed.2", "ff.2"))}
     for i in range(depth):
         state |= {f"encoder.layers.{i}.{ours}": arrays[f"attns.{i}.{theirs}"] for ours, theirs in names.items()}
         state[f"encoder.layers.{i}.attention.directions"] = arrays[f"attns.{i}.attn.e2lsh.alpha"].permute(2, 0, 1)[None]

@@ -9,7 +9,7 @@ __all__ = ['e2lsh_codes', 'bucket_keys', 'collision_probability', 'amplified_pro
            'ball_system', 'exact_flops', 'rff_flops', 'rff_flops_paper', 'grid_flops', 'match_counts', 'lemma_flops',
            'union_error', 'sum_error', 'union_work', 'union_flops', 'Design', 'cheapest', 'frontier']
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #345f57f7
+# %% ../../nbs/hept/30_tradeoff.ipynb #64d783f9
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 from scipy.sparse import csr_matrix
-from scipy.special import betainc, gamma, jv
+from scipy.special import betainc, gamma
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #90636776
 def e2lsh_codes(x: np.ndarray, r: float, functions: int, rng: np.random.Generator) -> np.ndarray:
@@ -244,7 +244,7 @@ def uniform_ball(n: int, d: int, rng: np.random.Generator) -> np.ndarray:
     x = rng.standard_normal((n, d))
     return x / np.linalg.norm(x, axis=1, keepdims=True) * rng.uniform(size=(n, 1)) ** (1 / d)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #09422c6f
+# %% ../../nbs/hept/30_tradeoff.ipynb #237b8e3b
 def _gauss(edges, order):
     "Gauss-Legendre nodes and weights on consecutive intervals."
     x, w = np.polynomial.legendre.leggauss(order)
@@ -253,7 +253,8 @@ def _gauss(edges, order):
 
 
 def _distance_nodes(low, high):
-    "Nodes and weights on [low, high], in panels that shrink towards 0 and towards the diameter 2, where phi has a root."
+    """Nodes and weights on [low, high], in panels that shrink towards 0 and towards the diameter 2,
+    where phi has a root."""
     edges = np.concatenate([high * 0.5 ** np.arange(1, 46), 2 - 0.125 ** np.arange(1, 6)])
     edges = edges[(edges > low * (1 + 1e-12)) & (edges < high)]
     return _gauss(np.sort(np.append(edges, [low, high])), 16)
@@ -423,9 +424,10 @@ def fejer_frequencies(count: int, d: int, width: float, rng: np.random.Generator
         kept.append(u[rng.uniform(size=u.shape) * np.minimum(u * u, 1) < np.sin(u) ** 2])
     return 2 / width * np.concatenate(kept)[:need].reshape(count, d)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #f94453dc
+# %% ../../nbs/hept/30_tradeoff.ipynb #ac569084
 def rff_features(x: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Random Fourier features sqrt(2/D) (sin w.x, cos w.x), D = 2 * len(frequencies) (HEPT Sec. 2; Rahimi and Recht 2007).
+    """Random Fourier features sqrt(2/D) (sin w.x, cos w.x), D = 2 * len(frequencies)
+    (HEPT Sec. 2; Rahimi and Recht 2007).
 
     Args:
         x: points, (..., d).
@@ -469,12 +471,13 @@ def rff_mse(k, k_double, features: int):
         raise ValueError(f"features is {features}; D counts sines and cosines, so it is a positive even number")
     return (1 + k_double - 2 * k**2) / features
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #794f561d
+# %% ../../nbs/hept/30_tradeoff.ipynb #7542e986
 @dataclass(frozen=True)
 class BallSystem:
     """Uniform unit-ball cloud with a local kernel, ready for exact averages over pairs (HEPT Assumption 3.2).
 
-    Built by `ball_system`. `near` nodes cover the support [0, s], `every` nodes all distances [0, 2]; weights contain phi.
+    Built by `ball_system`. `near` nodes cover the support [0, s], `every` nodes all distances [0, 2];
+    weights contain phi.
     """
     n: int
     d: int
@@ -501,7 +504,7 @@ class BallSystem:
         "eps * D of random Fourier features: 1 + E[k(2z)] - 2 E[k(z)^2]."
         return 1 + self.doubled - 2 * self.zero_error
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #7354947a
+# %% ../../nbs/hept/30_tradeoff.ipynb #5bd3ba01
 def ball_system(n: int, d: int, neighbours: float = 8.0, kernel: Callable = truncated_power) -> BallSystem:
     """The system of n uniform points whose kernel reaches `neighbours` others on average.
 
@@ -521,7 +524,7 @@ def ball_system(n: int, d: int, neighbours: float = 8.0, kernel: Callable = trun
     s = support_for_neighbours(n, d, neighbours)
     near, weight = _gauss(np.array([0.0, s]), 64)
     core, shell = _gauss(np.array([0.0, s / 64]), 16), _distance_nodes(s / 64, 2.0)
-    every, spread = (np.concatenate(parts) for parts in zip(core, shell))
+    every, spread = (np.concatenate(parts) for parts in zip(core, shell, strict=True))
     doubled = (weight / 2 * pair_density(near / 2, d) * kernel(near, s)).sum()
     return BallSystem(n, d, s, near, weight * pair_density(near, d), kernel(near, s),
                       every, spread * pair_density(every, d), float(doubled))
@@ -579,9 +582,10 @@ def rff_flops_paper(n: int, d: int, features: int) -> float:
     """
     return n * features * (2 * d - 1) + n * d + features * d * (2 * n - 1) + n * d * (2 * features - 1)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #aeaf4afe
+# %% ../../nbs/hept/30_tradeoff.ipynb #2e7d02ae
 def grid_flops(system: BallSystem) -> float:
-    """FLOPs of exact attention by grid search with cells of side s; the candidate count ignores the ball's edge, so it is an upper bound.
+    """FLOPs of exact attention by grid search with cells of side s; the candidate count ignores the ball's edge,
+    so it is an upper bound.
 
     Args:
         system: from `ball_system`.
@@ -665,9 +669,10 @@ def union_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
     q = _table_match(system.near, r, functions)
     return (system.near_weight * system.kernel**2 * (1 - q) ** np.asarray(tables)[..., None]).sum(-1)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #7c610813
+# %% ../../nbs/hept/30_tradeoff.ipynb #73c247c7
 def sum_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
-    """Squared error E[(m1 q(1-q) + (m1 q - 1)^2) k^2] when the outputs of the tables are added (HEPT Lemma D.2, step 3).
+    """Squared error E[(m1 q(1-q) + (m1 q - 1)^2) k^2] when the outputs of the tables are added
+    (HEPT Lemma D.2, step 3).
 
     Args:
         system: from `ball_system`.
@@ -707,9 +712,10 @@ def union_work(system: BallSystem, r, functions: int, tables) -> tuple[np.ndarra
     lookups = np.where(q > 1e-12, t - match / np.maximum(q, 1e-300), t * (t - 1) / 2 * q)
     return (system.every_weight * match).sum(-1), (system.every_weight * lookups).sum(-1)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #c54d9b87
+# %% ../../nbs/hept/30_tradeoff.ipynb #7ddca359
 def union_flops(system: BallSystem, r, functions: int, tables) -> np.ndarray:
-    """FLOPs of OR & AND attention over the de-duplicated union, everything counted: hashing, keys, look-ups, kernel, products.
+    """FLOPs of OR & AND attention over the de-duplicated union, everything counted:
+    hashing, keys, look-ups, kernel, products.
 
     Args:
         system: from `ball_system`.
@@ -753,8 +759,9 @@ def _fewest_tables(system, r, functions, target):
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return high
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #2f62eecf
-def cheapest(system: BallSystem, target: float, functions: Sequence[int] = range(1, 9), widths: np.ndarray | None = None) -> Design:
+# %% ../../nbs/hept/30_tradeoff.ipynb #ac0ddfce
+def cheapest(system: BallSystem, target: float, functions: Sequence[int] = range(1, 9),
+             widths: np.ndarray | None = None) -> Design:
     """The cheapest union of hash tables whose squared error is at most `target` (HEPT Sec. 3.2, optimised).
 
     Args:
@@ -786,8 +793,9 @@ def cheapest(system: BallSystem, target: float, functions: Sequence[int] = range
         best.append(Design(float(r[i]), int(m), int(tables[i]), float(flops[i]), float(error)))
     return min(best, key=lambda design: design.flops)
 
-# %% ../../nbs/hept/30_tradeoff.ipynb #f00d459f
-def frontier(system: BallSystem, functions: Sequence[int], tables: Sequence[int], widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+# %% ../../nbs/hept/30_tradeoff.ipynb #2aca1962
+def frontier(system: BallSystem, functions: Sequence[int], tables: Sequence[int],
+             widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lower envelope of (FLOPs, error) over a grid of designs.
 
     Args:

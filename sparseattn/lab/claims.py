@@ -6,8 +6,10 @@
 __all__ = ['KINDS', 'VERDICTS', 'SCALES', 'ClaimMismatch', 'Claim', 'claim', 'reproduce', 'not_attempted', 'write', 'read',
            'collect']
 
-# %% ../../nbs/lab/25_claims.ipynb #cda908f7
-import csv, os, re
+# %% ../../nbs/lab/25_claims.ipynb #0e1d9993
+import csv
+import os
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -40,9 +42,10 @@ class Claim:
     def _repr_markdown_(self):
         return f"**{self.id}** ({self.where}): {self.statement} &rarr; **{self.verdict}**. {self.evidence}"
 
-# %% ../../nbs/lab/25_claims.ipynb #9064cf98
-def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expect: str, stated, condition=None, repair=None,
-          typo=None, sharper=None, evidence: str = "", paper: str = "HEPT", scale: str = "smoke", needs: str = "smoke") -> Claim:
+# %% ../../nbs/lab/25_claims.ipynb #c01570d7
+def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expect: str, stated, condition=None,
+          repair=None, typo=None, sharper=None, evidence: str = "", paper: str = "HEPT", scale: str = "smoke",
+          needs: str = "smoke") -> Claim:
     """A claim whose verdict is computed from findings.
 
     Args:
@@ -52,10 +55,11 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
         kind: one of `KINDS`.
         expect: the verdict the notebook records; anything else computed here raises.
         stated: did the statement pass its check as printed?
-        condition, typo, sharper, repair: (text, did it pass?) of an added condition, of the intended reading, of a sharper
-            statement, of a repaired statement.
+        condition, typo, sharper, repair: (text, did it pass?) of an added condition, of the intended reading, of a
+            sharper statement, of a repaired statement.
         evidence: what was measured.
-        scale, needs: below the scale `needs` the claim is *not attempted*; for what toy sizes cannot show, such as times.
+        scale, needs: below the scale `needs` the claim is *not attempted*; for what toy sizes cannot show, such as
+            times.
 
     Returns:
         The row.
@@ -65,8 +69,8 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
         ValueError: unknown kind, verdict or scale, malformed id.
 
     Example:
-        >>> claim("X-1", notebook="20_run", where="Eq 1", statement="2 + 2 = 5", kind="identity", expect="false as stated",
-        ...       stated=2 + 2 == 5, repair=("2 + 2 = 4", 2 + 2 == 4)).verdict
+        >>> claim("X-1", notebook="20_run", where="Eq 1", statement="2 + 2 = 5", kind="identity",
+        ...       expect="false as stated", stated=2 + 2 == 5, repair=("2 + 2 = 4", 2 + 2 == 4)).verdict
         'false as stated'
     """
     _check(id, kind, expect)
@@ -80,7 +84,9 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
 
 
 def _verdict(stated, condition, typo, sharper, repair):
-    passed = lambda finding: finding is not None and bool(finding[1])
+    def passed(finding):
+        return finding is not None and bool(finding[1])
+
     if stated:
         return ("loose", f"sharper: {sharper[0]}") if passed(sharper) else ("holds", "")
     if passed(typo):
@@ -114,10 +120,10 @@ def _compare(id, expect, verdict):
     if expect != verdict:
         raise ClaimMismatch(f"{id}: the checks say {verdict!r}, the notebook expects {expect!r}")
 
-# %% ../../nbs/lab/25_claims.ipynb #213f3afb
-def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str, paper: float, ours: float, tolerance: float,
-              expect: str, partly=None, evidence: str = "", needs: str = "cpu", kind: str = "number",
-              source: str = "HEPT") -> Claim:
+# %% ../../nbs/lab/25_claims.ipynb #a86e2aed
+def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str, paper: float, ours: float,
+              tolerance: float, expect: str, partly=None, evidence: str = "", needs: str = "cpu",
+              kind: str = "number", source: str = "HEPT") -> Claim:
     """A number of the paper beside ours.
 
     Args:
@@ -131,8 +137,8 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
         ValueError: as `claim`.
 
     Example:
-        >>> reproduce("X-2", notebook="34_tracking", scale="cpu", where="Table 1", statement="AP@k", paper=91.9, ours=91.4,
-        ...           tolerance=1.0, expect="reproduced").verdict
+        >>> reproduce("X-2", notebook="34_tracking", scale="cpu", where="Table 1", statement="AP@k", paper=91.9,
+        ...           ours=91.4, tolerance=1.0, expect="reproduced").verdict
         'reproduced'
     """
     _check(id, kind, expect)
@@ -142,14 +148,17 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
     verdict = "reproduced" if abs(ours - paper) <= tolerance else "partly" if partly and partly[1] else "not reproduced"
     _compare(id, expect, verdict)
     note = partly[0] if verdict == "partly" else ""
-    return Claim(id, source, where, statement, kind, verdict, "; ".join(t for t in (numbers, evidence, note) if t), notebook)
+    return Claim(id, source, where, statement, kind, verdict, "; ".join(t for t in (numbers, evidence, note) if t),
+                 notebook)
 
 
-def not_attempted(id: str, *, notebook: str, where: str, statement: str, kind: str, reason: str, paper: str = "HEPT") -> Claim:
+def not_attempted(id: str, *, notebook: str, where: str, statement: str, kind: str, reason: str,
+                  paper: str = "HEPT") -> Claim:
     """A claim that is not checked, with the reason.
 
     Example:
-        >>> not_attempted("X-3", notebook="34_tracking", where="Table 2", statement="203x", kind="number", reason="no GPU").verdict
+        >>> not_attempted("X-3", notebook="34_tracking", where="Table 2", statement="203x", kind="number",
+        ...               reason="no GPU").verdict
         'not attempted'
     """
     _check(id, kind)

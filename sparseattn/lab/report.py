@@ -9,12 +9,13 @@ __all__ = ['use_style', 'panels', 'colour', 'save_figure', 'save_table']
 import os
 from pathlib import Path
 
-# %% ../../nbs/lab/24_report.ipynb #681fd199
+# %% ../../nbs/lab/24_report.ipynb #7bba7339
 _STYLE = {
     "figure.dpi": 100, "savefig.dpi": 150, "figure.constrained_layout.use": True,
     "font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "legend.fontsize": 9, "legend.frameon": False,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.6,
-    "axes.axisbelow": True, "lines.linewidth": 1.8, "lines.markersize": 4, "image.cmap": "viridis",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.8, "lines.markersize": 4,
+    "image.cmap": "viridis",
 }
 
 
@@ -42,10 +43,10 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float
     figure, axes = plt.subplots(rows, columns, figsize=(columns * width, rows * height), **options)
     return figure, np.atleast_1d(axes).ravel()
 
-# %% ../../nbs/lab/24_report.ipynb #e7721017
+# %% ../../nbs/lab/24_report.ipynb #76583ce9
 _COLOURS = {
-    "exact": "#000000", "dense": "#000000", "zero": "#8c8c8c", "random": "#8c8c8c", "none": "#8c8c8c", "floor": "#8c8c8c",
-    "paper": "#CC79A7", "released": "#CC79A7", "data": "#000000", "simulation": "#0072B2",
+    "exact": "#000000", "dense": "#000000", "zero": "#8c8c8c", "random": "#8c8c8c", "none": "#8c8c8c",
+    "floor": "#8c8c8c", "paper": "#CC79A7", "released": "#CC79A7", "data": "#000000", "simulation": "#0072B2",
     "hept": "#0072B2", "hept-union": "#56B4E9", "hept-reference": "#5b3a8c", "rff": "#D55E00", "or-only": "#E69F00",
     "or-and": "#0072B2", "grid": "#009E73", "sum": "#0072B2", "union": "#56B4E9",
     "sbm": "#009E73", "sampled": "#E69F00", "pat": "#D55E00", "samsa": "#F0E442",

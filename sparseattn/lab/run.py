@@ -6,8 +6,16 @@
 __all__ = ['SCALES', 'repo_root', 'pick', 'unknown_parameters', 'notebook_hash', 'sources_hash', 'versions', 'Run', 'write_json',
            'device_name', 'start']
 
-# %% ../../nbs/lab/20_run.ipynb #a54a38f2
-import ast, csv, hashlib, json, os, platform, random, subprocess, sys, time
+# %% ../../nbs/lab/20_run.ipynb #ffb451ca
+import ast
+import hashlib
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +26,7 @@ import torch
 from . import claims as _claims
 from . import report as _report
 
-# %% ../../nbs/lab/20_run.ipynb #8b0fb8d7
+# %% ../../nbs/lab/20_run.ipynb #b797ba82
 def repo_root(start: str | Path | None = None) -> Path:
     """Folder that holds `settings.ini`, searched upwards from `start` (default: the working folder).
 
@@ -36,7 +44,8 @@ def repo_root(start: str | Path | None = None) -> Path:
     for folder in (here, *here.parents):
         if (folder / "settings.ini").exists():
             return folder
-    raise FileNotFoundError("no settings.ini above the working folder: run the notebook inside a clone of the repository")
+    raise FileNotFoundError("no settings.ini above the working folder: "
+                            "run the notebook inside a clone of the repository")
 
 # %% ../../nbs/lab/20_run.ipynb #2883b4f2
 SCALES = ("smoke", "cpu", "gpu", "paper")
@@ -65,7 +74,7 @@ def _check_scale(scale):
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}; it must be one of {', '.join(SCALES)}")
 
-# %% ../../nbs/lab/20_run.ipynb #87cc696f
+# %% ../../nbs/lab/20_run.ipynb #4bb44c49
 def _assigned(source):
     "Names a cell assigns, comments and magics aside."
     try:
@@ -87,7 +96,7 @@ def unknown_parameters(cells: list[str]) -> set[str]:
         {'sclae'}
     """
     cells = [c for c in cells if c.strip()]
-    for before, cell in zip(cells, cells[1:]):
+    for before, cell in zip(cells, cells[1:], strict=False):
         if cell.startswith("# Parameters\n"):
             return _assigned(cell) - _assigned(before)
     return set()
@@ -140,7 +149,7 @@ def _commit(root):
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
 
-# %% ../../nbs/lab/20_run.ipynb #664c47d6
+# %% ../../nbs/lab/20_run.ipynb #1903cb1b
 @dataclass
 class Run:
     """One execution of one notebook; made by `start`, closed by `finish`."""
@@ -164,7 +173,8 @@ class Run:
         return pick(self.scale, **settings)
 
     def checkpoints(self, name: str) -> Path:
-        "Folder for the checkpoints of one training; its name changes with the package's sources, so nothing stale is resumed."
+        """Folder for the checkpoints of one training; its name changes with the package's sources,
+        so nothing stale is resumed."""
         return self.root / "build" / self.scale / "checkpoints" / f"{name}-{sources_hash(self.root)[:12]}"
 
     def data(self, name: str):
@@ -213,8 +223,9 @@ class Run:
         notebook = next((self.root / "nbs").rglob(f"{self.stem}.ipynb"))
         return dict(notebook=notebook.relative_to(self.root).as_posix(), notebook_sha256=notebook_hash(notebook),
                     commit=_commit(self.root), scale=self.scale, parameters=self.parameters, seed=self.seed,
-                    data=self.sources, device=device_name(self.device), versions=versions(), threads=torch.get_num_threads(),
-                    finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), seconds=round(time.time() - self.began, 1),
+                    data=self.sources, device=device_name(self.device), versions=versions(),
+                    threads=torch.get_num_threads(), finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                    seconds=round(time.time() - self.began, 1),
                     files={p.name: _sha256(p.read_bytes()) for p in self._files()})
 
 # %% ../../nbs/lab/20_run.ipynb #7ae4b751
