@@ -244,3 +244,13 @@ def test_refuses_a_pattern_that_is_not_boolean():
 def test_refuses_an_unknown_kernel():
     with pytest.raises(ValueError, match="kernel is 'cosine'"):
         dense_attention(*draw_qkv(), kernel="cosine")
+
+
+def test_refuses_an_empty_batch_and_patterns_that_do_not_fit():
+    x = torch.randn(2, 1, 5, 3)
+    with pytest.raises(ValueError, match="q"):
+        dense_attention(x[:0], x[:0], x[:0])
+    with pytest.raises((TypeError, ValueError), match="pattern"):
+        dense_attention(x, x, x, pattern=torch.ones(4, 5, dtype=torch.bool))
+    with pytest.raises((TypeError, ValueError), match="pattern"):
+        dense_attention(x, x, x, pattern=torch.ones(5, 5))

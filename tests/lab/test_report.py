@@ -91,6 +91,14 @@ def test_markdown_is_rounded_and_named_alike(tmp_path, name):
     assert "0.33 " in lines[2] and "0.333" not in lines[2] and "≤" in lines[3]
 
 
+def test_bars_in_text_do_not_break_a_markdown_table(tmp_path):
+    frame = pd.DataFrame({"claim": ["exp(|x|^2)", "b"], "n": [1, 2]})
+    report.save_table(frame, tmp_path / "bars")
+    rows = (tmp_path / "bars.md").read_text().splitlines()
+    assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
+    assert (pd.read_csv(tmp_path / "bars.csv")["claim"] == frame["claim"]).all()
+
+
 @pytest.mark.parametrize("index", [False, True])
 def test_index(tmp_path, index):
     save_table(frame().set_index("name"), tmp_path / "table", index=index)
