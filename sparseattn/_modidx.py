@@ -549,6 +549,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sparseattn.lab.report.use_style': ('lab/report.html#use_style', 'sparseattn/lab/report.py')},
             'sparseattn.lab.run': { 'sparseattn.lab.run.Run': ('lab/run.html#run', 'sparseattn/lab/run.py'),
                                     'sparseattn.lab.run.Run._files': ('lab/run.html#run._files', 'sparseattn/lab/run.py'),
+                                    'sparseattn.lab.run.Run._notebook': ('lab/run.html#run._notebook', 'sparseattn/lab/run.py'),
                                     'sparseattn.lab.run.Run._provenance': ('lab/run.html#run._provenance', 'sparseattn/lab/run.py'),
                                     'sparseattn.lab.run.Run._record': ('lab/run.html#run._record', 'sparseattn/lab/run.py'),
                                     'sparseattn.lab.run.Run.checkpoints': ('lab/run.html#run.checkpoints', 'sparseattn/lab/run.py'),

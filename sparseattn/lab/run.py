@@ -149,7 +149,7 @@ def _commit(root):
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
 
-# %% ../../nbs/lab/20_run.ipynb #1903cb1b
+# %% ../../nbs/lab/20_run.ipynb #ba922c75
 @dataclass
 class Run:
     """One execution of one notebook; made by `start`, closed by `finish`."""
@@ -173,9 +173,15 @@ class Run:
         return pick(self.scale, **settings)
 
     def checkpoints(self, name: str) -> Path:
-        """Folder for the checkpoints of one training; its name changes with the package's sources,
-        so nothing stale is resumed."""
-        return self.root / "build" / self.scale / "checkpoints" / f"{name}-{sources_hash(self.root)[:12]}"
+        """Folder for the checkpoints of one training.
+
+        Its name changes with the package and with the notebook, so nothing stale is resumed.
+        """
+        key = _sha256((sources_hash(self.root) + notebook_hash(self._notebook())).encode())[:12]
+        return self.root / "build" / self.scale / "checkpoints" / f"{name}-{key}"
+
+    def _notebook(self):
+        return next((self.root / "nbs").rglob(f"{self.stem}.ipynb"))
 
     def data(self, name: str):
         "Name data that results of this run were made from."
@@ -220,7 +226,7 @@ class Run:
         return sorted(p for p in self.folder.iterdir() if p.name != "run.json")
 
     def _provenance(self):
-        notebook = next((self.root / "nbs").rglob(f"{self.stem}.ipynb"))
+        notebook = self._notebook()
         return dict(notebook=notebook.relative_to(self.root).as_posix(), notebook_sha256=notebook_hash(notebook),
                     commit=_commit(self.root), scale=self.scale, parameters=self.parameters, seed=self.seed,
                     data=self.sources, device=device_name(self.device), versions=versions(),
