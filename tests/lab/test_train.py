@@ -109,7 +109,15 @@ def test_ctrl_c_loses_nothing(tmp_path, at):
     assert next(calls) == 3 * 6 + 1
 
 
-def test_second_ctrl_c_interrupts_at_once(tmp_path):
+@pytest.fixture
+def listening():
+    """Ctrl-C as a terminal has it; a process started in the background by a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_second_ctrl_c_interrupts_at_once(tmp_path, listening):
     def twice(model, batch, generator):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
