@@ -113,7 +113,7 @@ def similarity(distance: Float[Tensor, "..."], form: str = "released", tau: floa
         return -distance.square() / tau
     raise ValueError(f"form is {form!r}; it must be one of {', '.join(SIMILARITIES)}")
 
-# %% ../../nbs/hept/33_models.ipynb #7f815112
+# %% ../../nbs/hept/33_models.ipynb #dcc8c94e
 @dataclass(frozen=True)
 class Pairs:
     """Training pairs of one cloud.
@@ -133,7 +133,7 @@ class Pairs:
     negatives: Tensor
     hits: Tensor
 
-
+# %% ../../nbs/hept/33_models.ipynb #81e6c4a9
 def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], valid: Bool[Tensor, "n"], *,
                    negatives: int = 256, radius: float = 1.0) -> Pairs:
     """Positive pairs and neighbouring negatives of a cloud, HEPT Appendix A.2.
@@ -165,7 +165,7 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
     return Pairs(anchor, positive, number, row,
                  _neighbours(coords.cpu(), particle.cpu(), hits, negatives, radius), hits)
 
-
+# %% ../../nbs/hept/33_models.ipynb #b58dfcc3
 def _same_particle(particle, valid):
     "All ordered pairs of different valid hits of one particle."
     index = valid.nonzero().flatten()
@@ -286,7 +286,7 @@ def focal_loss(logits: Float[Tensor, "n"], labels: Float[Tensor, "n"], *, alpha:
     weight = torch.where(labels > 0, alpha, 1 - alpha) if balanced else alpha
     return (weight * (1 - torch.exp(-loss)).pow(gamma) * loss).mean()
 
-# %% ../../nbs/hept/33_models.ipynb #7ee77099
+# %% ../../nbs/hept/33_models.ipynb #0d612151
 class ReleasedHEPT(HEPTModel):
     """The tracking model with the released weights; see `load_released`."""
 
@@ -300,12 +300,12 @@ class ReleasedHEPT(HEPTModel):
     def _padded(self, x, coords):
         "One cloud, padded with points of its next-to-last block in the order of the aux code of table 0, head 0."
         n, attention = x.shape[1], self.encoder.layers[0].attention
-        labels = attention.aux_labels(coords)
+        labels = attention.hash.aux_labels(coords)
         first = n - attention.block_size
         extra = labels[0, 0, 0].argsort()[first : first + -n % attention.block_size]
         take = torch.cat([torch.arange(n, device=x.device), extra])
         for layer in self.encoder.layers:
-            layer.attention.given_labels = labels[..., take]
+            layer.attention.hash.given_labels = labels[..., take]
         return super().forward(x[:, take], coords[:, take])[:, :n]
 
 
@@ -338,7 +338,7 @@ def load_released(path: str | Path, *, as_released: bool = True, **options) -> R
     model.as_released = as_released
     return model.eval()
 
-# %% ../../nbs/hept/33_models.ipynb #7069550f
+# %% ../../nbs/hept/33_models.ipynb #34943c0b
 def _arrays(path):
     "Arrays of a file from elsewhere, by name; nothing in it is ever executed."
     if not path.is_file():
@@ -362,8 +362,9 @@ def _released_state(arrays, depth):
         ("feed.0", "ff.0"), ("feed.2", "ff.2"))}
     for i in range(depth):
         state |= {f"encoder.layers.{i}.{ours}": arrays[f"attns.{i}.{theirs}"] for ours, theirs in names.items()}
-        state[f"encoder.layers.{i}.attention.directions"] = arrays[f"attns.{i}.attn.e2lsh.alpha"].permute(2, 0, 1)[None]
-        state[f"encoder.layers.{i}.attention.buckets"] = arrays["regions"].transpose(1, 2)
+        alpha = arrays[f"attns.{i}.attn.e2lsh.alpha"]
+        state[f"encoder.layers.{i}.attention.hash.directions"] = alpha.permute(2, 0, 1)[None]
+        state[f"encoder.layers.{i}.attention.hash.buckets"] = arrays["regions"].transpose(1, 2)
     state["head.project.weight"] = arrays["W.weight"]
     for i in range(5):
         state |= {f"head.correct.{3 * i}.{p}": arrays[f"mlp_out.lins.{i}.{p}"] for p in ("weight", "bias")}

@@ -556,7 +556,7 @@ def test_layer_equals_the_reference_on_its_own_orders(monkeypatch):
 
 
 def test_generator_fixes_the_draws():
-    names = ("directions", "buckets")
+    names = ("hash.directions", "hash.buckets")
     first, second, third = (dict(layer(s).named_buffers()) for s in (0, 0, 1))
     assert all(torch.equal(first[n], second[n]) and not torch.equal(first[n], third[n]) for n in names)
 
