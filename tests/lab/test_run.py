@@ -137,7 +137,9 @@ def test_run_writes_everything_down(root):
     opened.reproduce("X-2", where="", statement="", paper=1.0, ours=1.0, tolerance=0.1, expect="reproduced")
     opened.not_attempted("X-3", where="", statement="", kind="order", reason="later")
     opened.finish()
-    assert [c.verdict for c in claims.read(opened.folder / "claims.csv")] == ["holds", "reproduced", "not attempted"]
+    recorded = claims.read(opened.folder / "claims.csv")
+    assert [c.verdict for c in recorded] == ["holds", "reproduced", "not attempted"]
+    assert {c.paper for c in recorded} == {"HEPT"}
     found = json.loads((opened.folder / "run.json").read_text())
     names = {"claims.csv", "figure.png", "table.csv", "table.md"}
     assert set(found["files"]) == names == {p.name for p in opened.folder.iterdir()} - {"run.json"}
@@ -147,6 +149,13 @@ def test_run_writes_everything_down(root):
     assert (found["notebook"], found["scale"], found["seed"]) == ("nbs/hept/30_one.ipynb", "cpu", 5)
     assert found["notebook_sha256"] == notebook_hash(root / "nbs/hept/30_one.ipynb")
     assert {"python", "torch", "numpy"} <= set(found["versions"]) and found["commit"]
+
+
+def test_the_folder_names_the_paper(root):
+    page = root / "nbs/sbm/40_one.ipynb"
+    page.parent.mkdir()
+    page.write_text((root / "nbs/hept/30_one.ipynb").read_text())
+    assert start("40_one").claim("X-1", **FACTS).paper == "SBM-Transformer"
 
 
 def test_unchanged_results_give_unchanged_files(root):
