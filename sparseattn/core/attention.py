@@ -4,15 +4,18 @@
 
 # %% auto #0
 __all__ = ['check_points', 'check_finite', 'check_mask', 'check_count', 'check_qkv', 'check_qkv_form', 'hide_masked',
-           'checked_cloud', 'attention_logits', 'dense_attention', 'masked_softmax', 'merge_attention', 'AttentionInfo']
+           'checked_cloud', 'attention_logits', 'dense_attention', 'masked_softmax', 'edge_attention',
+           'merge_attention', 'AttentionInfo']
 
-# %% ../../nbs/core/00_attention.ipynb #10bf9213
+# %% ../../nbs/core/00_attention.ipynb #667045bb
 import math
+import warnings
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 # %% ../../nbs/core/00_attention.ipynb #49e0127c
 def check_points(name: str, x: Tensor, dims: int) -> None:
@@ -281,6 +284,137 @@ def masked_softmax(logits: Float[Tensor, "... m"], allowed: Bool[Tensor, "... m"
         return logits.softmax(-1)
     weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
     return weights.masked_fill(~allowed, 0)
+
+# %% ../../nbs/core/00_attention.ipynb #3f26a7df
+def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"],
+                   edges: Int[Tensor, "3 c"], *, scale: float | None = None,
+                   impl: str = "fast") -> Float[Tensor, "b h n e"]:
+    """Softmax attention over a list of (head, query, key); time and memory follow the list.
+
+    Args:
+        q, k, v: queries, keys, values.
+        edges: int64, rows batch * heads + head, query, key; each edge at most once, in any order.
+        scale: factor of the scores; None takes d ** -0.5.
+        impl: "fast", which works on the list or, where that is cheaper, on all pairs; or "reference" on all pairs.
+
+    Returns:
+        Weighted means of the values; 0 for a query without edges. dtype as `q`.
+
+    Raises:
+        TypeError, ValueError: see `check_qkv`; edges that are not int64, out of range, or there twice.
+
+    Example:
+        >>> x, edges = torch.randn(1, 1, 3, 4), torch.tensor([[0, 0], [0, 1], [0, 2]])
+        >>> edge_attention(x, x, x, edges)[0, 0, 0].equal(x[0, 0, 0])
+        True
+    """
+    check_qkv(q, k, v)
+    if impl not in ("fast", "reference"):
+        raise ValueError(f"impl must be 'fast' or 'reference', got {impl!r}")
+    (batch, heads, n, d), m, dtype = q.shape, k.shape[2], q.dtype
+    row, column = _edge_list(edges, batch * heads, n, m)
+    scale = d**-0.5 if scale is None else scale
+    if q.dtype in (torch.float16, torch.bfloat16):
+        q, k, v = q.float(), k.float(), v.float()
+    if impl == "reference" or len(row) > _ALL_PAIRS * batch * heads * n * m:
+        out = _on_all_pairs(q, k, v, row, column, scale, impl)
+    else:
+        out = _EdgeAttention.apply(*(x.flatten(0, 2) for x in (q, k, v)), row, column, scale).view(batch, heads, n, -1)
+    return out.to(dtype)
+
+
+def _edge_list(edges, graphs, n, m):
+    "Queries and keys of all heads numbered through, sorted by query and key."
+    if not isinstance(edges, Tensor) or edges.dtype != torch.int64:
+        raise TypeError(f"edges must be an int64 tensor, got {_kind(edges)}")
+    if edges.dim() != 2 or len(edges) != 3:
+        raise ValueError(f"edges must have shape (3, number of edges), got {tuple(edges.shape)}")
+    for name, index, size in zip(("head", "query", "key"), edges, (graphs, n, m), strict=True):
+        if len(index) and not (0 <= index.min() and index.max() < size):
+            raise ValueError(f"edges: the {name} must lie in 0..{size - 1}, found {index.min()} to {index.max()}")
+    graph, query, key = edges
+    row, column = graph * n + query, graph * m + key
+    number = row * m + key
+    if (number.diff() <= 0).any():
+        number, order = number.sort()
+        row, column = row[order], column[order]
+        if (number.diff() == 0).any():
+            raise ValueError("edges: each (head, query, key) may be there once, found one twice")
+    return row, column
+
+# %% ../../nbs/core/00_attention.ipynb #11b9287e
+# share of all pairs from which working on all of them is cheaper than working on the list
+_ALL_PAIRS = 0.2
+
+
+def _on_all_pairs(q, k, v, row, column, scale, impl):
+    pattern = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.bool, device=q.device)
+    pattern.view(-1)[row * k.shape[2] + column % k.shape[2]] = True
+    if impl == "reference":
+        return dense_attention(q, k, v, pattern=pattern, scale=scale)
+    out = nn.functional.scaled_dot_product_attention(q, k, v, pattern, scale=scale)
+    return out.masked_fill(~pattern.any(-1, keepdim=True), 0)
+
+# %% ../../nbs/core/00_attention.ipynb #9d45294c
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # once a process, at any use
+_LARGE = 60.0  # exp(60) leaves room to sum 1e12 of them in float32
+
+
+def _sparse(starts, column, values, size):
+    return torch.sparse_csr_tensor(starts, column, values, size, check_invariants=False)
+
+
+def _products(starts, column, a, b, scale=1.0):
+    "scale * a @ b.T where the list says."
+    pattern = _sparse(starts, column, a.new_zeros(len(column)), (len(a), len(b)))
+    return torch.sparse.sampled_addmm(pattern, a, b.T, beta=0.0, alpha=scale).values()
+
+
+def _weights(scores, row, queries):
+    "Exponentials of the scores, divided by that of the largest score of the row if any is large."
+    if len(scores) and scores.abs().amax() > _LARGE:
+        largest = scores.new_full((queries,), -math.inf).scatter_reduce_(0, row, scores, "amax")
+        scores = scores - largest[row]
+    return scores.exp()
+
+
+def _transposed(row, column, keys):
+    "Starts of the rows of the transposed list, its columns, and the place of its entries in the list."
+    order = column.argsort(stable=True)
+    return _starts(column, keys), row[order], order
+
+
+def _starts(row, count):
+    starts = torch.zeros(count + 1, dtype=row.dtype, device=row.device)
+    torch.cumsum(torch.bincount(row, minlength=count), 0, out=starts[1:])
+    return starts
+
+# %% ../../nbs/core/00_attention.ipynb #35a6e1e7
+class _EdgeAttention(torch.autograd.Function):
+    "Softmax attention on rows of queries and keys of all heads, and a list sorted by row."
+
+    @staticmethod
+    def forward(ctx, q, k, v, row, column, scale):
+        starts, size = _starts(row, len(q)), (len(q), len(k))
+        w = _weights(_products(starts, column, q, k, scale), row, len(q))
+        sums = _sparse(starts, column, w, size) @ torch.cat([v, v.new_ones(len(v), 1)], 1)
+        total = sums[:, -1:].masked_fill(sums[:, -1:] == 0, 1)
+        out = sums[:, :-1] / total
+        ctx.save_for_backward(q, k, v, row, column, starts, w, total, out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, row, column, starts, w, total, out = ctx.saved_tensors
+        grad = grad / total
+        pair = torch.cat([grad, -(grad * out).sum(1, keepdim=True)], 1)
+        s = _products(starts, column, pair, torch.cat([v, v.new_ones(len(v), 1)], 1), ctx.scale).mul_(w)
+        to_q = _sparse(starts, column, s, (len(q), len(k))) @ k
+        back_starts, back_column, order = _transposed(row, column, len(k))
+        to_k, to_v = (_sparse(back_starts, back_column, x[order], (len(k), len(q))) @ y for x, y in ((s, q), (w, grad)))
+        return to_q, to_k, to_v, None, None, None
 
 # %% ../../nbs/core/00_attention.ipynb #ec5ac7d4
 def merge_attention(outputs: Float[Tensor, "p ... n e"],

@@ -1,0 +1,103 @@
+"""Attention on a list of edges against attention with the pattern of the list."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparseattn.core import attention as module
+from sparseattn.core.attention import dense_attention, edge_attention
+
+
+def draw(n, m, density, batch=2, heads=3, width=8, size=1.0, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, heads, s, width, generator=g, dtype=dtype) for s in (n, m, m))
+    pattern = torch.rand(batch * heads, n, m, generator=g) < density
+    return q * size, k * size, v, pattern
+
+
+def results(function, *leaves):
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    out = function(*leaves)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return out, *torch.autograd.grad((out * weight).sum(), leaves)
+
+
+SHAPES = [(1, 1), (1, 9), (9, 1), (17, 30), (40, 40)]
+
+
+@pytest.mark.parametrize("all_pairs", [0.0, 2.0], ids=["pairs", "list"])
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_equals_the_pattern(shape, density, all_pairs, size, monkeypatch):
+    monkeypatch.setattr(module, "_ALL_PAIRS", all_pairs)
+    q, k, v, pattern = draw(*shape, density, size=size)
+    edges = pattern.nonzero().T
+    literal = results(lambda *x: dense_attention(*x, pattern=pattern.view(2, 3, *shape)), q, k, v)
+    for impl in ("fast", "reference"):
+        for a, b in zip(results(lambda *x, i=impl: edge_attention(*x, edges, impl=i), q, k, v), literal, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_order_of_the_list_does_not_matter():
+    q, k, v, pattern = draw(20, 20, 0.1)
+    edges = pattern.nonzero().T
+    shuffled = edges[:, torch.randperm(edges.shape[1], generator=torch.Generator().manual_seed(1))]
+    assert torch.equal(edge_attention(q, k, v, edges), edge_attention(q, k, v, shuffled))
+
+
+def test_all_pairs_is_torchs_attention():
+    q, k, v, _ = draw(12, 15, 0.0)
+    edges = torch.ones(6, 12, 15).nonzero().T
+    dense = F.scaled_dot_product_attention(q, k, v, scale=0.3)
+    torch.testing.assert_close(edge_attention(q, k, v, edges, scale=0.3), dense)
+
+
+def test_queries_without_edges_return_zero():
+    q, k, v, _ = draw(5, 5, 0.0)
+    out, *grads = results(lambda *x: edge_attention(*x, torch.tensor([[1], [2], [3]])), q, k, v)
+    torch.testing.assert_close(out[0, 1, 2], v[0, 1, 3])
+    out[0, 1, 2] = 0
+    assert not out.any() and all(g.isfinite().all() for g in grads)
+
+
+def test_scores_that_would_overflow(monkeypatch):
+    monkeypatch.setattr(module, "_ALL_PAIRS", 2.0)
+    q, k, v, pattern = draw(30, 30, 0.1, size=40.0, dtype=torch.float32)
+    edges = pattern.nonzero().T
+    out = edge_attention(q, k, v, edges)
+    exact = edge_attention(q.double(), k.double(), v.double(), edges, impl="reference")
+    assert out.isfinite().all() and (out - exact).norm() < 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtype_is_kept(dtype):
+    q, k, v, pattern = draw(10, 10, 0.1)
+    edges = pattern.nonzero().T
+    out = edge_attention(q.to(dtype), k.to(dtype), v.to(dtype), edges)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), edge_attention(q, k, v, edges), rtol=0.05, atol=0.05)
+
+
+BAD = {
+    "floats": (torch.zeros(3, 1), TypeError, "^edges must be an int64 tensor"),
+    "two rows": (torch.zeros(2, 1, dtype=torch.long), ValueError, "^edges must have shape"),
+    "head": (torch.tensor([[6], [0], [0]]), ValueError, "the head must lie in 0..5"),
+    "query": (torch.tensor([[0], [4], [0]]), ValueError, "the query must lie in 0..3"),
+    "key": (torch.tensor([[0], [0], [-1]]), ValueError, "the key must lie in 0..4"),
+    "twice": (torch.tensor([[1, 0, 1], [2, 0, 2], [3, 0, 3]]), ValueError, "found one twice"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_edges(case):
+    q, k, v, _ = draw(4, 5, 0.0)
+    edges, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        edge_attention(q, k, v, edges)
+
+
+def test_bad_impl():
+    q, k, v, _ = draw(4, 5, 0.0)
+    with pytest.raises(ValueError, match="^impl must be"):
+        edge_attention(q, k, v, torch.zeros(3, 0, dtype=torch.long), impl="slow")
