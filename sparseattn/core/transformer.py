@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['register_attention', 'attention_names', 'make_attention', 'head_channels', 'DenseAttention', 'Layer', 'Encoder']
 
-# %% ../../nbs/core/05_transformer.ipynb #a4d4b15d
+# %% ../../nbs/core/05_transformer.ipynb #4c4735f8
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from .attention import check_count, checked_cloud, dense_attention, hide_masked
+from .attention import AttentionInfo, check_count, checked_cloud, dense_attention, hide_masked
 from .kernels import append_coordinates
 
 # %% ../../nbs/core/05_transformer.ipynb #09a07f8a
@@ -83,7 +83,7 @@ def head_channels(dim: int, heads: int, head_dim: int | None = None) -> int:
     check_count("head_dim", head_dim)
     return head_dim
 
-# %% ../../nbs/core/05_transformer.ipynb #f2521125
+# %% ../../nbs/core/05_transformer.ipynb #9e78b090
 @register_attention("dense")
 class DenseAttention(nn.Module):
     """Multi-head attention over all pairs.
@@ -113,22 +113,37 @@ class DenseAttention(nn.Module):
         self.log_omega = nn.Parameter(torch.full((heads, coord_dims), 2.3)) if self.coord_dims else None
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
-                mask: Bool[Tensor, "b n"] | None = None):
-        """Attention output `(b, n, c)`; masked points return 0."""
+                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
+        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims)
         q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
                    for f in (self.query, self.key, self.value))
         if self.log_omega is not None:
             q, k = (append_coordinates(part, coords, self.log_omega.exp()) for part in (q, k))
-        return hide_masked(
-            self.out(dense_attention(q, k, v, mask=mask, kernel=self.kernel).transpose(1, 2).flatten(2)), mask)
+        attend = _softmax_attention if self.kernel == "softmax" else dense_attention
+        options = {} if self.kernel == "softmax" else {"kernel": self.kernel}
+        out = hide_masked(self.out(attend(q, k, v, mask=mask, **options).transpose(1, 2).flatten(2)), mask)
+        return (out, _all_pairs_info(q, v, mask)) if return_info else out
 
-# %% ../../nbs/core/05_transformer.ipynb #de1bb363
+
+def _softmax_attention(q, k, v, *, mask):
+    "torch's own kernel, whose result is dense_attention's on real points; a cloud without any attends all, unseen."
+    allowed = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
+    return nn.functional.scaled_dot_product_attention(q, k, v, allowed)
+
+
+def _all_pairs_info(q, v, mask):
+    batch, heads, n, d = q.shape
+    pairs = batch * n * n if mask is None else int(mask.sum(1).square().sum())
+    nnz = heads * pairs
+    return AttentionInfo(None, nnz, 1.0 if nnz else 0.0, 2 * nnz * (d + v.shape[3]))
+
+# %% ../../nbs/core/05_transformer.ipynb #d01e7728
 class Layer(nn.Module):
     """Pre-norm transformer layer around an attention module.
 
     Args:
-        attention: module with the signature `(x, coords, mask)`.
+        attention: module with the signature `(x, coords, mask, return_info)`.
         dim: channels.
         hidden: channels inside the feed-forward part.
         dropout: probability, after attention and after the feed-forward part.
@@ -145,10 +160,13 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.feed = nn.Sequential(nn.Linear(dim, hidden), activation(), nn.Linear(hidden, dim))
 
-    def forward(self, x, coords=None, mask=None):
-        """`(b, n, c)` to `(b, n, c)`."""
-        x = x + self.dropout(self.attention(self.norm1(x), coords, mask))
-        return x + self.dropout(self.feed(self.norm2(x)))
+    def forward(self, x, coords=None, mask=None, return_info: bool = False):
+        """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports."""
+        found = self.attention(self.norm1(x), coords, mask, return_info)
+        out, info = found if return_info else (found, None)
+        x = x + self.dropout(out)
+        x = x + self.dropout(self.feed(self.norm2(x)))
+        return (x, info) if return_info else x
 
 
 class Encoder(nn.Module):
@@ -177,13 +195,17 @@ class Encoder(nn.Module):
             for _ in range(depth))
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
-                mask: Bool[Tensor, "b n"] | None = None, all_layers: bool = False):
+                mask: Bool[Tensor, "b n"] | None = None, all_layers: bool = False, return_info: bool = False):
         """Output of the last layer; with `all_layers` a list of the input and every layer's output.
 
-        Masked points are 0 in each.
+        Masked points are 0 in each. With `return_info` also a list of what the attention of each layer reports.
         """
         x, coords = checked_cloud(x, coords, mask, self.dim)
-        outputs = [x]
+        outputs, infos = [x], []
         for layer in self.layers:
-            outputs.append(hide_masked(layer(outputs[-1], coords, mask), mask))
-        return outputs if all_layers else outputs[-1]
+            found = layer(outputs[-1], coords, mask, return_info)
+            out, info = found if return_info else (found, None)
+            outputs.append(hide_masked(out, mask))
+            infos.append(info)
+        result = outputs if all_layers else outputs[-1]
+        return (result, infos) if return_info else result

@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from sparseattn.core import attention as module
-from sparseattn.core.attention import dense_attention, edge_attention
+from sparseattn.core.attention import (
+    PRESENCE_RULES,
+    dense_attention,
+    edge_attention,
+    pattern_attention,
+    straight_through_presence,
+)
 
 
 def draw(n, m, density, batch=2, heads=3, width=8, size=1.0, dtype=torch.float64, seed=0):
@@ -101,3 +107,63 @@ def test_bad_impl():
     q, k, v, _ = draw(4, 5, 0.0)
     with pytest.raises(ValueError, match="^impl must be"):
         edge_attention(q, k, v, torch.zeros(3, 0, dtype=torch.long), impl="slow")
+
+
+def loss(q, k, v, edges, **options):
+    out = edge_attention(q, k, v, edges, **options)
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+
+
+@pytest.mark.parametrize("all_pairs", [0.0, 2.0], ids=["pairs", "list"])
+@pytest.mark.parametrize("rule", PRESENCE_RULES)
+@pytest.mark.parametrize("shape", [(1, 1), (9, 1), (17, 30)], ids=str)
+def test_presence_gradients(shape, rule, all_pairs, monkeypatch):
+    monkeypatch.setattr(module, "_ALL_PAIRS", all_pairs)
+    q, k, v, pattern = draw(*shape, 0.3)
+    edges = pattern.nonzero().T
+    edges = edges[:, torch.randperm(edges.shape[1], generator=torch.Generator().manual_seed(2))]
+    presence = torch.ones(edges.shape[1], dtype=q.dtype, requires_grad=True)
+    assert torch.equal(loss(q, k, v, edges, presence=presence, rule=rule), loss(q, k, v, edges, presence=presence))
+    (found,) = torch.autograd.grad(loss(q, k, v, edges, presence=presence, rule=rule), presence)
+    torch.testing.assert_close(found, by_hand(rule, q, k, v, pattern, edges), rtol=1e-9, atol=1e-9)
+
+
+def by_hand(rule, q, k, v, pattern, edges):
+    "The three rules from their words: scores or weights times presence, and one loss for each edge left out."
+    if rule == "removal":
+        whole, others = loss(q, k, v, edges), range(edges.shape[1])
+        return torch.stack([whole - loss(q, k, v, edges[:, torch.arange(edges.shape[1]) != e]) for e in others])
+    presence = torch.ones_like(pattern, dtype=q.dtype).requires_grad_()
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).flatten(0, 1)
+    weights = (scores * presence if rule == "score" else scores).exp() * pattern
+    weights = weights * presence if rule == "weight" else weights
+    out = weights / weights.sum(-1, keepdim=True).masked_fill(~pattern.any(-1, keepdim=True), 1) @ v.flatten(0, 1)
+    out = out.view(*q.shape[:3], -1)
+    (gradient,) = torch.autograd.grad((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum(),
+                                      presence)
+    return gradient[tuple(edges)]
+
+
+def test_straight_through_presence_feeds_the_inner_products():
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.rand(2, 3, n, 4, generator=g, dtype=torch.float64).requires_grad_() for n in (6, 9))
+    edges = (torch.rand(6, 6, 9, generator=g) < 0.3).nonzero().T
+    edges = edges[:, torch.randperm(edges.shape[1], generator=g)]
+    weight = torch.randn(edges.shape[1], generator=g, dtype=torch.float64)
+    ones = straight_through_presence(a, b, edges)
+    assert torch.equal(ones, torch.ones_like(ones))
+    literal = ((a @ b.mT).flatten(0, 1)[tuple(edges)] * weight).sum()
+    for found, wanted in zip(torch.autograd.grad((ones * weight).sum(), (a, b)), torch.autograd.grad(literal, (a, b)),
+                             strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_bad_presence():
+    q, k, v, pattern = draw(4, 5, 0.5)
+    edges = pattern.nonzero().T
+    with pytest.raises(ValueError, match="^presence must have shape"):
+        edge_attention(q, k, v, edges, presence=torch.ones(1))
+    with pytest.raises(ValueError, match="^rule must be one of 'score', 'weight', 'removal', got 'exact'"):
+        edge_attention(q, k, v, edges, rule="exact")
+    with pytest.raises(ValueError, match="^pattern must broadcast"):
+        pattern_attention(q, k, v, torch.ones(2, 3, 4, 4) > 0, presence=torch.ones(2, 3, 4, 5))

@@ -218,3 +218,20 @@ def test_registry():
     with pytest.raises(ValueError, match="attention 'dense' is already registered by sparseattn.core.transformer"):
         register_attention("dense")(type("Other", (torch.nn.Module,), {}))
     assert type(make_attention("dense", 8, 2)) is DenseAttention
+
+
+def test_infos_of_every_layer():
+    x, coords, mask = inputs()
+    encoder = Encoder(8, 2, 2, attention="dense").double().eval()
+    out, infos = encoder(x, mask=mask, return_info=True)
+    assert torch.equal(out, encoder(x, mask=mask)) and len(infos) == 2
+    pairs = 2 * (6**2 + 1)
+    assert all(info.nnz == pairs and info.density == 1.0 and info.flops == pairs * 2 * 8 for info in infos)
+
+
+def test_a_cloud_without_points_harms_nothing():
+    x, _, mask = inputs()
+    mask[1] = False
+    module = DenseAttention(8, 2).double()
+    assert all(g.isfinite().all() for g in gradients(module, x, None, mask))
+    assert not module(x, None, mask)[1].any()
