@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRESENCE_RULES', 'check_points', 'check_finite', 'check_mask', 'check_count', 'check_qkv', 'check_qkv_form',
            'hide_masked', 'checked_cloud', 'attention_logits', 'dense_attention', 'masked_softmax', 'edge_attention',
-           'pattern_attention', 'straight_through_presence', 'merge_attention', 'AttentionInfo']
+           'pattern_attention', 'edge_products', 'straight_through_presence', 'merge_attention', 'AttentionInfo']
 
 # %% ../../nbs/core/00_attention.ipynb #667045bb
 import math
@@ -437,7 +437,7 @@ class _PatternAttention(torch.autograd.Function):
             to_presence = _presence_gradient(ctx.rule, g, scores, w, by_weight).masked_fill_(~pattern, 0)
         return (g @ k) * ctx.scale, (g.mT @ q) * ctx.scale, w.mT @ grad, to_presence, None, None, None
 
-# %% ../../nbs/core/00_attention.ipynb #3e347d55
+# %% ../../nbs/core/00_attention.ipynb #9d45294c
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # once a process, at any use
 _LARGE = 60.0  # exp(60) leaves room to sum 1e12 of them in float32
 
@@ -470,13 +470,6 @@ def _starts(row, count):
     starts = torch.zeros(count + 1, dtype=row.dtype, device=row.device)
     torch.cumsum(torch.bincount(row, minlength=count), 0, out=starts[1:])
     return starts
-
-
-def _to_both(values, a, b, row, column, starts):
-    "Gradients of a and b from those of their products on the list."
-    to_a = _sparse(starts, column, values, (len(a), len(b))) @ b
-    back_starts, back_column, order = _transposed(row, column, len(b))
-    return to_a, _sparse(back_starts, back_column, values[order], (len(b), len(a))) @ a
 
 # %% ../../nbs/core/00_attention.ipynb #15756477
 class _EdgeAttention(torch.autograd.Function):
@@ -512,7 +505,19 @@ class _EdgeAttention(torch.autograd.Function):
         to_k, to_v = (_sparse(back_starts, back_column, x[order], size[::-1]) @ y for x, y in ((s, q), (w, grad)))
         return to_q, to_k.mul_(ctx.scale), to_v, to_presence, None, None, None, None
 
-# %% ../../nbs/core/00_attention.ipynb #3abcb0e0
+# %% ../../nbs/core/00_attention.ipynb #3b259667
+def edge_products(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h m r"],
+                  edges: Int[Tensor, "3 c"]) -> Float[Tensor, "c"]:
+    """Inner products a_i . b_j of the ends of every edge, edges as for `edge_attention`.
+
+    Example:
+        >>> a = torch.ones(1, 1, 2, 3)
+        >>> edge_products(a, a, torch.tensor([[0], [0], [1]]))
+        tensor([3.])
+    """
+    return _on_list(a, b, edges, False)
+
+
 def straight_through_presence(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h m r"],
                               edges: Int[Tensor, "3 c"]) -> Float[Tensor, "c"]:
     """Ones, one for each edge, whose gradient flows to the inner product a_i . b_j of the edge's ends.
@@ -522,30 +527,37 @@ def straight_through_presence(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h
         edges: as for `edge_attention`.
 
     Example:
-        >>> a = torch.ones(1, 1, 2, 3, requires_grad=True)
+        >>> a = torch.ones(1, 1, 2, 3)
         >>> straight_through_presence(a, a, torch.tensor([[0], [0], [1]]))
-        tensor([1.], grad_fn=<_StraightThroughBackward>)
+        tensor([1.])
     """
-    check_points("a", a, 4)
-    check_points("b", b, 4)
+    return _on_list(a, b, edges, True)
+
+
+def _on_list(a, b, edges, ones):
+    for name, x in (("a", a), ("b", b)):
+        check_points(name, x, 4)
     row, column, order = _edge_list(edges, a.shape[0] * a.shape[1], a.shape[2], b.shape[2])
-    ones = _StraightThrough.apply(a.flatten(0, 2), b.flatten(0, 2), row, column)
-    return ones if order is None else ones[order.argsort()]
+    found = _EdgeProducts.apply(a.flatten(0, 2), b.flatten(0, 2), row, column, ones)
+    return found if order is None else found[order.argsort()]
 
 
-class _StraightThrough(torch.autograd.Function):
-    "Ones on the list; the gradient of each is that of a_i . b_j."
+class _EdgeProducts(torch.autograd.Function):
+    "Inner products on the list, or ones in their place with the same gradient."
 
     @staticmethod
-    def forward(ctx, a, b, row, column):
+    def forward(ctx, a, b, row, column, ones):
         ctx.save_for_backward(a, b, row, column)
-        return a.new_ones(len(row))
+        return a.new_ones(len(row)) if ones else _products(_starts(row, len(a)), column, a, b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         a, b, row, column = ctx.saved_tensors
-        return *_to_both(grad.contiguous(), a, b, row, column, _starts(row, len(a))), None, None
+        starts, size = _starts(row, len(a)), (len(a), len(b))
+        to_a = _sparse(starts, column, grad.contiguous(), size) @ b
+        back_starts, back_column, order = _transposed(row, column, len(b))
+        return to_a, _sparse(back_starts, back_column, grad[order], size[::-1]) @ a, None, None, None
 
 # %% ../../nbs/core/00_attention.ipynb #ec5ac7d4
 def merge_attention(outputs: Float[Tensor, "p ... n e"],

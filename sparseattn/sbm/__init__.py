@@ -1,4 +1,4 @@
 """SBM-Transformer: attention masks drawn from stochastic block models (arXiv 2210.15541)."""
-from sparseattn.sbm.sampling import fastrg
+from sparseattn.sbm.sampling import bernoulli, fastrg
 
-__all__ = ["fastrg"]
+__all__ = ["bernoulli", "fastrg"]

@@ -9,6 +9,7 @@ from sparseattn.core.attention import (
     PRESENCE_RULES,
     dense_attention,
     edge_attention,
+    edge_products,
     pattern_attention,
     straight_through_presence,
 )
@@ -152,10 +153,12 @@ def test_straight_through_presence_feeds_the_inner_products():
     weight = torch.randn(edges.shape[1], generator=g, dtype=torch.float64)
     ones = straight_through_presence(a, b, edges)
     assert torch.equal(ones, torch.ones_like(ones))
-    literal = ((a @ b.mT).flatten(0, 1)[tuple(edges)] * weight).sum()
-    for found, wanted in zip(torch.autograd.grad((ones * weight).sum(), (a, b)), torch.autograd.grad(literal, (a, b)),
-                             strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    literal, products = (a @ b.mT).flatten(0, 1)[tuple(edges)], edge_products(a, b, edges)
+    torch.testing.assert_close(products, literal, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad((x * weight).sum(), (a, b)) for x in (ones, products, literal)]
+    for ones, products, literal in zip(*gradients, strict=True):
+        torch.testing.assert_close(ones, literal, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(products, literal, rtol=1e-12, atol=1e-12)
 
 
 def test_bad_presence():

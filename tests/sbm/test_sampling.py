@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from sparseattn.sbm import sampling as module
-from sparseattn.sbm.sampling import fastrg, fastrg_cases
+from sparseattn.sbm.sampling import bernoulli, fastrg, fastrg_cases
 
 ALARM = 1e-4  # false-alarm rate of every statistical test; seeds are fixed
 
@@ -202,3 +202,44 @@ def test_cases_draw_the_same_model():
     sizes = {name: sum(case().shape[1] for _ in range(5)) / 5 for name, case in cases.items()}
     expected = 300**2 * 0.05  # of the rates; simple graphs lose a little
     assert all(0.9 * expected < size < expected for size in sizes.values())
+
+
+BERNOULLI = {
+    "sparse": lambda y, b, z: (y * 0.05, b, z),
+    "all sizes": lambda y, b, z: (y * torch.linspace(0.001, 1, len(y), dtype=y.dtype)[:, None], b * 9, z),
+    "above 1": lambda y, b, z: (y * 2, b * 9, z),
+    "no edges": lambda y, b, z: (y, b * 0, z),
+}
+
+
+@pytest.mark.parametrize("impl", ["fast", "reference"])
+@pytest.mark.parametrize("case", BERNOULLI)
+def test_bernoulli_law(case, impl):
+    model, repeats = BERNOULLI[case](*soft(40, 60, 3)), 1500
+    edges = bernoulli(*repeated(model, repeats), generator=generator(), impl=impl)
+    assert edges.unique(dim=1).equal(edges)
+    chance, found = rate_of(*model).clamp(max=1), counted(edges, 40, 60)
+    assert (found[chance == 0] == 0).all() and (found[chance == 1] == repeats).all()
+    free = (chance > 0) & (chance < 1)
+    score = ((found - repeats * chance).square() / (repeats * chance * (1 - chance)))[free]
+    assert stats.chi2.sf(score.sum().item(), max(1, len(score))) > ALARM
+
+
+def test_bernoulli_reaches_every_pair():
+    ones = torch.ones(30, 1)
+    assert bernoulli(ones, torch.ones(1, 1), ones).shape == (2, 900)
+    assert fastrg(ones, torch.ones(1, 1), ones, generator=generator()).shape[1] < 700
+
+
+def test_bernoulli_loops_and_errors():
+    y, b, z = soft(6, 6, 2)
+    i, j = bernoulli(y * 0.1, b, z, self_loops=True, generator=generator())
+    assert (i == j).sum() == 6
+    i, j = bernoulli(y, b, z, self_loops=False, generator=generator())
+    assert not (i == j).any()
+    with pytest.raises(ValueError, match="^b must hold finite numbers >= 0"):
+        bernoulli(y, -b, z)
+    with pytest.raises(ValueError, match="^impl must be"):
+        bernoulli(y, b, z, impl="slow")
+    with pytest.raises(ValueError, match="need one list of points"):
+        bernoulli(y, b, soft(6, 7, 2)[2], self_loops=True)
