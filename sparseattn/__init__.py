@@ -10,9 +10,10 @@ The layers drop into a model and need torch, numpy and scipy only:
 """
 from sparseattn.core.transformer import Encoder, attention_names
 from sparseattn.hept.attention import HEPTAttention
+from sparseattn.sbm.attention import SBMAttention
 
 __version__ = "0.1.0"
-__all__ = ["Encoder", "HEPTAttention", "attentions"]
+__all__ = ["Encoder", "HEPTAttention", "SBMAttention", "attentions"]
 
 
 def attentions() -> list[str]:
