@@ -8,12 +8,13 @@ The layers drop into a model and need torch, numpy and scipy only:
     >>> layer(torch.randn(1, 1000, 32), torch.rand(1, 1000, 2)).shape
     torch.Size([1, 1000, 32])
 """
+from sparseattn import baselines  # its modules join the registry
 from sparseattn.core.transformer import Encoder, attention_names
 from sparseattn.hept.attention import HEPTAttention
 from sparseattn.sbm.attention import SBMAttention
 
 __version__ = "0.1.0"
-__all__ = ["Encoder", "HEPTAttention", "SBMAttention", "attentions"]
+__all__ = ["Encoder", "HEPTAttention", "SBMAttention", "attentions", "baselines"]
 
 
 def attentions() -> list[str]:

@@ -140,7 +140,7 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
 # expected share of edges from which a draw for every pair is cheaper than a list
 _DENSE = 0.2
 
-# %% ../../nbs/sbm/41_attention.ipynb #bcd1abab
+# %% ../../nbs/sbm/41_attention.ipynb #90545ca4
 def _on_list(q, k, v, a, z, edges, window, gradient, real, impl):
     presence = straight_through_presence(a, z, edges)
     if window:
@@ -177,7 +177,9 @@ def _info(count, kept, pairs, q, v, y):
     "nnz and the flops of attention, of the products with the clusters, and of folding them together."
     listed = kept.dtype == torch.int64
     nnz, width = int(count), q.shape[3] + v.shape[3]
-    flops = 2 * nnz * width + 2 * y.shape[0] * y.shape[1] * y.shape[2] * y.shape[3] * (2 * q.shape[3] + y.shape[3])
+    batch, heads, n, clusters = y.shape
+    flops = 2 * nnz * width + 2 * batch * heads * n * clusters * (2 * q.shape[3] + clusters)
+    flops += 2 * heads * clusters**2 * q.shape[3]
     return AttentionInfo(kept if listed else None, nnz, count / pairs, flops, {} if listed else {"matrix": kept})
 
 # %% ../../nbs/sbm/41_attention.ipynb #76967a51
