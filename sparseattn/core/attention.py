@@ -356,23 +356,25 @@ def _check_choice(name, value, choices):
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
-# %% ../../nbs/core/00_attention.ipynb #6484de85
+# %% ../../nbs/core/00_attention.ipynb #6ddab1d5
 PRESENCE_RULES = ("score", "weight", "removal")
 
 
-def _presence_gradient(rule, g, scores, w, alone):
+def _presence_gradient(rule, g, scores, w, alone, value):
     """Gradient by presence from the gradient g by the score.
 
     Args:
         rule: one of `PRESENCE_RULES`.
         g, scores, w: gradient by the score, score, and normalised weight of each edge.
-        alone: the edge's value times the gradient of the output, for an edge that is its query's only one.
+        alone: whether the edge is its query's only one.
+        value: the edge's value times the gradient of the output.
     """
     if rule == "score":
         return g * scores
-    return g if rule == "weight" else torch.where(w < 1, g / (1 - w), alone)
+    # a weight that rounds to 1 among others leaves a gradient that is all rounding; the bound keeps it finite
+    return g if rule == "weight" else torch.where(alone, value, g / (1 - w).clamp(min=torch.finfo(w.dtype).eps))
 
-# %% ../../nbs/core/00_attention.ipynb #8fe134bf
+# %% ../../nbs/core/00_attention.ipynb #92522f68
 # share of all pairs from which working on all of them is cheaper than working on the list
 _ALL_PAIRS = 0.2
 
@@ -434,7 +436,8 @@ class _PatternAttention(torch.autograd.Function):
         to_presence = None
         if ctx.needs_input_grad[3]:
             scores = attention_logits(q, k, scale=ctx.scale) if ctx.rule == "score" else None
-            to_presence = _presence_gradient(ctx.rule, g, scores, w, by_weight).masked_fill_(~pattern, 0)
+            alone = pattern.sum(-1, keepdim=True) == 1
+            to_presence = _presence_gradient(ctx.rule, g, scores, w, alone, by_weight).masked_fill_(~pattern, 0)
         return (g @ k) * ctx.scale, (g.mT @ q) * ctx.scale, w.mT @ grad, to_presence, None, None, None
 
 # %% ../../nbs/core/00_attention.ipynb #9d45294c
@@ -471,7 +474,7 @@ def _starts(row, count):
     torch.cumsum(torch.bincount(row, minlength=count), 0, out=starts[1:])
     return starts
 
-# %% ../../nbs/core/00_attention.ipynb #15756477
+# %% ../../nbs/core/00_attention.ipynb #151ab5be
 class _EdgeAttention(torch.autograd.Function):
     "Softmax attention on rows of queries and keys of all heads, and a list sorted by row."
 
@@ -497,9 +500,9 @@ class _EdgeAttention(torch.autograd.Function):
         s = _products(starts, column, pair, torch.cat([v, v.new_ones(len(v), 1)], 1)).mul_(w)
         to_presence = None
         if ctx.needs_input_grad[3]:
-            share = w / total.flatten()[row]
-            alone = _products(starts, column, grad * total, v) if ctx.rule == "removal" else None
-            to_presence = _presence_gradient(ctx.rule, s, scores, share, alone)
+            share, alone = w / total.flatten()[row], (starts.diff() == 1)[row]
+            value = _products(starts, column, grad * total, v) if ctx.rule == "removal" and alone.any() else s
+            to_presence = _presence_gradient(ctx.rule, s, scores, share, alone, value)
         to_q = (_sparse(starts, column, s, size) @ k).mul_(ctx.scale)
         back_starts, back_column, order = _transposed(row, column, len(k))
         to_k, to_v = (_sparse(back_starts, back_column, x[order], size[::-1]) @ y for x, y in ((s, q), (w, grad)))

@@ -204,7 +204,7 @@ def _check_options(sampler, exploration, window, gradient, impl):
     if not isinstance(window, int) or isinstance(window, bool) or window < 0:
         raise ValueError(f"window must be an integer >= 0, got {window!r}")
 
-# %% ../../nbs/sbm/41_attention.ipynb #9ddd7c19
+# %% ../../nbs/sbm/41_attention.ipynb #14baf643
 class _HeadNetwork(nn.Module):
     "Two linear layers with a ReLU between them, one network for each head."
 
@@ -218,7 +218,7 @@ class _HeadNetwork(nn.Module):
     def forward(self, x):
         return (x @ self.first + self.bias1).relu() @ self.second + self.bias2
 
-
+# %% ../../nbs/sbm/41_attention.ipynb #03884e30
 @register_attention("sbm")
 class SBMAttention(nn.Module):
     """Multi-head attention over masks that every head draws from its own stochastic block model.

@@ -170,3 +170,13 @@ def test_bad_presence():
         edge_attention(q, k, v, edges, rule="exact")
     with pytest.raises(ValueError, match="^pattern must broadcast"):
         pattern_attention(q, k, v, torch.ones(2, 3, 4, 4) > 0, presence=torch.ones(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("impl", ["fast", "reference"])
+def test_a_weight_that_rounds_to_one_is_not_alone(impl):
+    q, k = torch.tensor([[[[30.0]]]]), torch.tensor([[[[1.0], [0.0]]]])
+    v, presence = torch.tensor([[[[3.0], [1.0]]]]), torch.ones(2, requires_grad=True)
+    edges = torch.tensor([[0, 0], [0, 0], [0, 1]])
+    out = edge_attention(q, k, v, edges, scale=1.0, presence=presence, rule="removal", impl=impl)
+    (found,) = torch.autograd.grad(out.sum(), presence)
+    assert found.isfinite().all() and found.abs().max() < 2.5  # the edge's value, 3, would be that of an only one
