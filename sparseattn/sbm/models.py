@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.attention import AttentionInfo, check_count, check_mask, hide_masked
 from ..core.transformer import Encoder, Layer, make_attention
 
-# %% ../../nbs/sbm/42_models.ipynb #3e9a41cc
+# %% ../../nbs/sbm/42_models.ipynb #3488a0ac
 class Body(nn.Module):
     """Embeddings, encoder and last normalisation, shared by the models.
 
@@ -28,6 +28,7 @@ class Body(nn.Module):
         max_length: most tokens of a sequence.
         dropout: probability, after the embeddings and in the layers.
         positions: learn an embedding of positions.
+        embedding_std: standard deviation of the entries of new embeddings.
         options: passed to the attention module; "linformer" is told `max_length`.
 
     Raises:
@@ -40,7 +41,7 @@ class Body(nn.Module):
 
     def __init__(self, vocabulary: int, *, attention: str = "sbm", dim: int = 64, depth: int = 2, heads: int = 2,
                  head_dim: int | None = None, hidden: int = 128, max_length: int, dropout: float = 0.1,
-                 positions: bool = True, **options):
+                 positions: bool = True, embedding_std: float = 0.02, **options):
         super().__init__()
         for name, value in (("vocabulary", vocabulary), ("max_length", max_length), ("depth", depth)):
             check_count(name, value)
@@ -51,7 +52,7 @@ class Body(nn.Module):
         self.positions = nn.Embedding(max_length, dim) if positions else None
         for table in (self.tokens, self.positions):
             if table is not None:
-                nn.init.normal_(table.weight, std=0.02)
+                nn.init.normal_(table.weight, std=embedding_std)
         self.dropout = nn.Dropout(dropout)
         self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=hidden, dropout=dropout,
                                head_dim=head_dim, **options)
@@ -80,12 +81,13 @@ def _checked_tokens(tokens, mask, vocabulary, max_length):
                          f"found {int(tokens.min())} to {int(tokens.max())}")
     return tokens
 
-# %% ../../nbs/sbm/42_models.ipynb #45561729
+# %% ../../nbs/sbm/42_models.ipynb #be4928ee
 class SequenceClassifier(nn.Module):
     """Sequences, or pairs of them, to logits of classes.
 
     Args:
-        vocabulary, attention, dim, depth, heads, head_dim, hidden, max_length, dropout, positions, options: see `Body`.
+        vocabulary, attention, dim, depth, heads, head_dim, hidden, max_length, dropout, positions, embedding_std,
+            options: see `Body`.
         classes: number of classes.
         pool: "mean" of the real tokens, or "first" token.
         pairs: an input is two sequences.
@@ -130,12 +132,13 @@ def _mean(x, mask):
     "Mean over real tokens; x is 0 at the others."
     return x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
-# %% ../../nbs/sbm/42_models.ipynb #2e15c316
+# %% ../../nbs/sbm/42_models.ipynb #3284409e
 class TokenClassifier(nn.Module):
     """Every token to logits of classes.
 
     Args:
-        vocabulary, attention, dim, depth, heads, head_dim, hidden, max_length, dropout, positions, options: see `Body`.
+        vocabulary, attention, dim, depth, heads, head_dim, hidden, max_length, dropout, positions, embedding_std,
+            options: see `Body`.
         classes: number of classes.
 
     Raises:
@@ -160,12 +163,13 @@ class TokenClassifier(nn.Module):
         logits = hide_masked(self.head(x), mask)
         return (logits, infos) if return_info else logits
 
-# %% ../../nbs/sbm/42_models.ipynb #b3e852db
+# %% ../../nbs/sbm/42_models.ipynb #cbd11fde
 class MaskedLanguageModel(nn.Module):
     """Tokens to logits of the tokens that belong there; the output matrix is the token table.
 
     Args:
-        vocabulary, attention, dim, depth, heads, head_dim, hidden, max_length, dropout, positions, options: see `Body`.
+        vocabulary, attention, dim, depth, heads, head_dim, hidden, max_length, dropout, positions, embedding_std,
+            options: see `Body`.
 
     Raises:
         ValueError: an option out of range; tokens that do not fit.
