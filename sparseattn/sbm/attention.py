@@ -79,7 +79,7 @@ def _with_window(edges, presence, heads, mask, window):
     always = _window_edges(heads, mask, window)
     return torch.cat([edges[:, apart], always], 1), torch.cat([presence[apart], presence.new_ones(always.shape[1])])
 
-# %% ../../nbs/sbm/41_attention.ipynb #19a2b0ad
+# %% ../../nbs/sbm/41_attention.ipynb #62109ba2
 def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
                   y: Float[Tensor, "b h n c"], s: Float[Tensor, "h c c"], z: Float[Tensor, "b h n c"], *,
                   sampler: str = "bernoulli", exploration: float = 0.0, window: int = 0, gradient: str = "score",
@@ -138,7 +138,7 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
 
 
 # expected share of edges from which a draw for every pair is cheaper than a list
-_DENSE = 0.2
+_DENSE = 0.15
 
 # %% ../../nbs/sbm/41_attention.ipynb #90545ca4
 def _on_list(q, k, v, a, z, edges, window, gradient, real, impl):
