@@ -42,17 +42,21 @@ def test_import_loads_no_extra():
 
 
 def test_public_names():
-    assert {"Encoder", "HEPTAttention", "attentions"} <= set(sparseattn.__all__)
+    assert {"Encoder", "HEPTAttention", "SBMAttention", "attentions"} <= set(sparseattn.__all__)
     assert all(hasattr(sparseattn, name) for name in sparseattn.__all__)
     names = sparseattn.attentions()
-    assert {"dense", "hept"} <= set(names) and names == sorted(set(names))
+    assert {"dense", "hept", "sbm"} <= set(names) and names == sorted(set(names))
+
+
+# what a mechanism must be told; a window over all points makes the random masks of "sbm" full ones
+NEEDS = {"hept": dict(coord_dims=3), "linformer": dict(max_length=21), "sbm": dict(window=64)}
 
 
 @pytest.mark.parametrize("name", sparseattn.attentions())
 def test_every_mechanism_runs_in_the_encoder_with_a_mask(name):
     torch.manual_seed(0)
     x, coords, mask = torch.randn(2, 21, 16), torch.rand(2, 21, 3), torch.arange(21) < torch.tensor([[21], [9]])
-    encoder = sparseattn.Encoder(16, 2, 4, attention=name, **(dict(coord_dims=3) if name == "hept" else {})).eval()
+    encoder = sparseattn.Encoder(16, 2, 4, attention=name, **NEEDS.get(name, {})).eval()
     out = encoder(x, coords, mask)
     assert out.shape == x.shape and out.isfinite().all()
     torch.testing.assert_close(out[1:, :9], encoder(x[1:, :9], coords[1:, :9]), rtol=1e-4, atol=1e-5)
@@ -68,7 +72,7 @@ def test_examples(name, monkeypatch):
     plt.close("all")
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if m.startswith(("sparseattn.core.", "sparseattn.hept."))])
+@pytest.mark.parametrize("name", [m for m in MODULES if m.split(".")[1] in ("core", "hept", "sbm")])
 def test_library_functions_show_an_example(name):
     module = importlib.import_module(name)
     functions = [f for f in map(vars(module).get, module.__all__) if inspect.isfunction(f)]
