@@ -72,7 +72,10 @@ def test_examples(name, monkeypatch):
     plt.close("all")
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if m.count(".") == 2 and m.split(".")[1] in ("core", "hept", "sbm")])
+LIBRARY = [m for m in MODULES if m.count(".") == 2 and m.split(".")[1] in ("core", "hept", "sbm")]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
 def test_library_functions_show_an_example(name):
     module = importlib.import_module(name)
     functions = [f for f in map(vars(module).get, module.__all__) if inspect.isfunction(f)]
