@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['linear_attention', 'orthogonal_features', 'performer_attention', 'linformer_attention', 'segment_means',
            'iterative_inverse', 'nystrom_attention', 'lsh_buckets', 'lsh_pattern', 'reformer_attention',
-           'window_attention', 'attention_flops', 'LinearAttention', 'PerformerAttention', 'LinformerAttention',
-           'NystromAttention', 'ReformerAttention', 'WindowAttention']
+           'window_attention', 'LinearAttention', 'PerformerAttention', 'LinformerAttention', 'NystromAttention',
+           'ReformerAttention', 'WindowAttention']
 
-# %% ../../nbs/baselines/26_transformers.ipynb #2cc3454c
+# %% ../../nbs/baselines/26_transformers.ipynb #b53a97a2
 import math
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.attention import (
     AttentionInfo, check_count, check_qkv, checked_cloud, dense_attention, masked_softmax, merge_attention)
-from ..core.transformer import head_channels, register_attention
+from ..core.transformer import attention_flops, head_channels, register_attention
 
 # %% ../../nbs/baselines/26_transformers.ipynb #acbbe536
 def _prepared(q, k, v, mask):
@@ -483,37 +483,6 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
         allowed = allowed[:, None]
     weights = masked_softmax(q @ k.transpose(-1, -2) * d**-0.5, allowed)
     return _finished((weights @ v).flatten(2, 3)[:, :, :n], mask, dtype)
-
-# %% ../../nbs/baselines/26_transformers.ipynb #7393f9bc
-def attention_flops(name: str, n: int, d: int, *, rank: int = 256, steps: int = 6, rounds: int = 2, chunk: int = 64,
-                    directions: int = 64, width: int = 64) -> int:
-    """Flops (multiply + add) of one head between its projections, for n points and d channels.
-
-    Args:
-        name: a method of this module, or "dense".
-        n, d: points, channels of queries, keys and values.
-        rank: features, projected keys, or landmarks.
-        steps: iterations of Nystrom's inverse.
-        rounds, chunk, directions: of Reformer.
-        width: places to either side of a window.
-
-    Raises:
-        ValueError: unknown name.
-
-    Example:
-        >>> attention_flops("dense", 1000, 32)
-        128000000
-    """
-    if name not in (known := ("dense", "linear", "performer", "linformer", "nystrom", "reformer", "window")):
-        raise ValueError(f"name is {name!r}; it must be one of {', '.join(known)}")
-    slots, wide, marks = -(-n // chunk) * chunk, min(width, n), min(rank, n)
-    return {"dense": 4 * n * n * d,
-            "linear": 4 * n * d * (d + 1),
-            "performer": 4 * n * rank * d + 4 * n * rank * (d + 1),
-            "linformer": 8 * n * rank * d,
-            "nystrom": 8 * n * marks * d + 4 * marks**2 * d + 8 * steps * marks**3,
-            "reformer": rounds * (2 * n * d * directions + 8 * slots * chunk * d),
-            "window": 12 * -(-n // wide) * wide**2 * d}[name]
 
 # %% ../../nbs/baselines/26_transformers.ipynb #bcb9521d
 class _Baseline(nn.Module):

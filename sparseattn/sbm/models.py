@@ -7,7 +7,7 @@ __all__ = ['PAPER_SETTINGS', 'PAPER_OPTIONS', 'METHODS', 'Body', 'SequenceClassi
            'density', 'layer_parameters', 'matched_hidden', 'attention_flops', 'layer_flops', 'attention_memory',
            'table6_time']
 
-# %% ../../nbs/sbm/42_models.ipynb #3521eaba
+# %% ../../nbs/sbm/42_models.ipynb #c2a76545
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import AttentionInfo, check_count, check_mask, hide_masked
+from ..core.transformer import attention_flops as flops_of_others
 from ..core.transformer import Encoder, Layer, make_attention
 
 # %% ../../nbs/sbm/42_models.ipynb #3488a0ac
@@ -272,22 +273,18 @@ def matched_hidden(attention: str, dim: int, heads: int, hidden: int, *, target:
                          f"{matched}, and {target} are wanted")
     return matched
 
-# %% ../../nbs/sbm/42_models.ipynb #c3f2f19c
-def attention_flops(name: str, n: int, d: int, *, density: float = 1.0, clusters: int = 128, rank: int = 256,
-                    rounds: int = 2, chunk: int = 64, directions: int = 64, steps: int = 6, width: int = 64,
-                    pairwise: bool = False) -> int:
+# %% ../../nbs/sbm/42_models.ipynb #406f8876
+def attention_flops(name: str, n: int, d: int, *, density: float = 1.0, clusters: int = 128, pairwise: bool = False,
+                    **options) -> int:
     """Flops (multiply + add) of one head between its projections, for n tokens and d channels.
 
     Args:
-        name: dense, linear, reformer, performer, linformer, nystrom, window or sbm.
+        name: sbm, or a name of `sparseattn.core.transformer.attention_flops`.
         n, d: tokens, channels of queries, keys and values.
         density: edges of an SBM mask over all pairs.
         clusters: clusters of the SBM.
-        rank: features, projected keys or landmarks.
-        rounds, chunk, directions: of Reformer: hashes, points a chunk, random directions.
-        steps: iterations of Nystrom's inverse.
-        width: places to either side of a window.
         pairwise: the SBM's probabilities are computed for every pair.
+        options: of the others, see there.
 
     Raises:
         ValueError: unknown name.
@@ -298,17 +295,10 @@ def attention_flops(name: str, n: int, d: int, *, density: float = 1.0, clusters
     """
     if name not in METHODS:
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(METHODS)}")
-    if name == "sbm":
-        model = 8 * n * d * d + 4 * n * clusters * d + 2 * clusters**2 * d + 2 * n * clusters**2
-        return model + 4 * round(density * n * n) * d + 2 * n * n * clusters * pairwise
-    slots, wide, marks = -(-n // chunk) * chunk, min(width, n), min(rank, n)
-    return {"dense": 4 * n * n * d,
-            "linear": 4 * n * d * (d + 1),
-            "performer": 4 * n * rank * d + 4 * n * rank * (d + 1),
-            "linformer": 8 * n * rank * d,
-            "nystrom": 8 * n * marks * d + 4 * marks**2 * d + 8 * steps * marks**3,
-            "reformer": rounds * (2 * n * d * directions + 8 * slots * chunk * d),
-            "window": 12 * -(-n // wide) * wide**2 * d}[name]
+    if name != "sbm":
+        return flops_of_others(name, n, d, **options)
+    model = 8 * n * d * d + 4 * n * clusters * d + 2 * clusters**2 * d + 2 * n * clusters**2
+    return model + 4 * round(density * n * n) * d + 2 * n * n * clusters * pairwise
 
 
 METHODS = ("dense", "linear", "reformer", "performer", "linformer", "nystrom", "window", "sbm")

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['fastrg', 'bernoulli', 'fastrg_cases']
 
-# %% ../../nbs/sbm/40_fastrg.ipynb #f6b5ffe9
+# %% ../../nbs/sbm/40_fastrg.ipynb #6727f1de
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.attention import edge_products
+from ..core.attention import check_choice, edge_products
 
 # %% ../../nbs/sbm/40_fastrg.ipynb #8d8ab27a
 def _reference(y, b, z, generator):
@@ -124,7 +124,7 @@ def _pairs(sources, targets, generator):
             found.append((source + (graph * n + i), target))
     return tuple(torch.cat(part) for part in zip(*found, strict=True))
 
-# %% ../../nbs/sbm/40_fastrg.ipynb #ea5be14a
+# %% ../../nbs/sbm/40_fastrg.ipynb #c48bc5d4
 def fastrg(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*g k k"], z: Float[Tensor, "*g m k"], *,
            duplicates: bool = False, undirected: bool = False, self_loops: bool | None = None,
            generator: torch.Generator | None = None, impl: str = "fast") -> Int[Tensor, "c e"]:
@@ -156,7 +156,7 @@ def fastrg(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*g k k"], z: Float[Tens
                 [3, 4, 5, 3]])
     """
     _check_model(y, b, z, undirected or self_loops is not None)
-    _check_impl(impl)
+    check_choice("impl", impl, ("fast", "reference"))
     batched = y.dim() == 3
     y, b, z = (x if batched else x[None] for x in (y, b, z))
     b = b / 2 if undirected else b
@@ -173,7 +173,7 @@ def fastrg(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*g k k"], z: Float[Tens
         points, target = _ordered(points * m + target, m, unique=not duplicates)
     return torch.stack([points // n, points % n, target] if batched else [points, target])
 
-# %% ../../nbs/sbm/40_fastrg.ipynb #1b42a9ba
+# %% ../../nbs/sbm/40_fastrg.ipynb #41cb814e
 def _check_model(y, b, z, one_list):
     named = (("y", y), ("b", b), ("z", z))
     for name, x in named:
@@ -194,15 +194,10 @@ def _check_model(y, b, z, one_list):
         raise ValueError(f"undirected and self_loops need one list of points, got {_shapes(y, b, z)}")
 
 
-def _check_impl(impl):
-    if impl not in ("fast", "reference"):
-        raise ValueError(f"impl must be 'fast' or 'reference', got {impl!r}")
-
-
 def _shapes(*tensors):
     return ", ".join(str(tuple(x.shape)) for x in tensors)
 
-
+# %% ../../nbs/sbm/40_fastrg.ipynb #23500a27
 def _draw(y, b, z, duplicates, generator):
     "(graph * n + source, target) of every edge, in order, by the cheapest of the ways."
     sources, targets = (y @ b).transpose(1, 2), z.transpose(1, 2)
@@ -241,7 +236,7 @@ def _ordered(keys, m, unique):
 # share of all pairs expected to be edges from which one draw a pair is cheaper than one an edge
 _DENSE = 0.08
 
-# %% ../../nbs/sbm/40_fastrg.ipynb #8b93d190
+# %% ../../nbs/sbm/40_fastrg.ipynb #76a1801f
 # share of a row's points expected as candidates from which a draw for each point is cheaper
 _ROW = 0.1
 
@@ -260,7 +255,7 @@ def _keep_some(a, z, generator):
     kept = _uniform(len(points), a, generator) * found < chance
     return points[kept] * m + target[kept], ~listed
 
-
+# %% ../../nbs/sbm/40_fastrg.ipynb #10bb300a
 def bernoulli(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*g k k"], z: Float[Tensor, "*g m k"], *,
               self_loops: bool | None = None, generator: torch.Generator | None = None,
               impl: str = "fast") -> Int[Tensor, "c e"]:
@@ -288,7 +283,7 @@ def bernoulli(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*g k k"], z: Float[T
                 [0, 1, 0, 1, 2, 3, 2, 3]])
     """
     _check_model(y, b, z, self_loops is not None)
-    _check_impl(impl)
+    check_choice("impl", impl, ("fast", "reference"))
     batched = y.dim() == 3
     y, b, z = (x if batched else x[None] for x in (y, b, z))
     a, n, m = y @ b, y.shape[1], z.shape[1]

@@ -14,7 +14,7 @@ from sparseattn.sbm.attention import (
     _SAMPLERS,
     cluster_rates,
     edge_cases,
-    explored,
+    explore,
     _gather_scatter,
     memberships,
     sbm_attention,
@@ -131,7 +131,7 @@ def test_rates_and_memberships():
 
 def test_exploration_is_one_more_cluster():
     y, s, z = draw()[3:]
-    more = explored(y, s, z, 0.07, REAL)
+    more = explore(y, s, z, 0.07, REAL)
     real = (REAL[:, :, None] & REAL[:, None])[:, None]
     wanted = y @ s @ z.mT + 0.07 * real.double()
     torch.testing.assert_close(more[0] @ more[1] @ more[2].mT, wanted, rtol=1e-12, atol=1e-12)

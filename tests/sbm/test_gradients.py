@@ -4,6 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
+from sparseattn.sbm.attention import explore
 from sparseattn.sbm.gradients import (
     RULES,
     all_masks,
@@ -11,7 +12,6 @@ from sparseattn.sbm.gradients import (
     estimate,
     exact_gradient,
     expected,
-    explore,
     score_function,
 )
 from sparseattn.sbm.sampling import fastrg
