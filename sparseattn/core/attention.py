@@ -390,25 +390,27 @@ def _presence_gradient(rule, g, scores, w, alone, value):
     # a weight that rounds to 1 among others leaves a gradient that is all rounding; the bound keeps it finite
     return g if rule == "weight" else torch.where(alone, value, g / (1 - w).clamp(min=torch.finfo(w.dtype).eps))
 
-# %% ../../nbs/core/00_attention.ipynb #4169fca4
+# %% ../../nbs/core/00_attention.ipynb #070bb8b6
 # share of all pairs from which working on all of them is cheaper than working on the list
 _ALL_PAIRS = 0.2
 
 
 def _on_all_pairs(q, k, v, edges, presence, rule, scale, impl):
-    n, m = q.shape[2], k.shape[2]
-    place = (edges[0] * n + edges[1]).mul_(m).add_(edges[2])
-    pattern = torch.zeros(*q.shape[:3], m, dtype=torch.bool, device=q.device)
-    pattern.view(-1)[place] = True
-    if pattern.sum() != len(place):
+    shape = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    pattern = torch.zeros(shape, dtype=torch.bool, device=q.device)
+    pattern[tuple(edges)] = True
+    if pattern.count_nonzero() != edges.shape[1]:
         raise ValueError(_TWICE)
+    pairs = pattern.view(*q.shape[:3], -1)
     if presence is not None:
-        spread = torch.ones_like(pattern, dtype=presence.dtype).view(-1).index_put((place,), presence)
-        return pattern_attention(q, k, v, pattern, presence=spread.view_as(pattern), rule=rule, scale=scale)
+        spread = torch.ones_like(pattern, dtype=presence.dtype).index_put(tuple(edges), presence)
+        return pattern_attention(q, k, v, pairs, presence=spread.view_as(pairs), rule=rule, scale=scale)
     if impl == "reference":
-        return dense_attention(q, k, v, pattern=pattern, scale=scale)
-    out = nn.functional.scaled_dot_product_attention(q, k, v, pattern, scale=scale)
-    return out.masked_fill(~pattern.any(-1, keepdim=True), 0)
+        return dense_attention(q, k, v, pattern=pairs, scale=scale)
+    attends = torch.zeros(shape[:2], dtype=torch.bool, device=q.device)
+    attends[tuple(edges[:2])] = True
+    out = nn.functional.scaled_dot_product_attention(q, k, v, pairs, scale=scale)
+    return out.masked_fill(~attends.view(*q.shape[:3], 1), 0)
 
 # %% ../../nbs/core/00_attention.ipynb #7b600747
 def pattern_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"],
@@ -437,7 +439,7 @@ def pattern_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], 
         raise ValueError(f"presence must have shape {(*q.shape[:3], k.shape[2])}, got {tuple(presence.shape)}")
     return _PatternAttention.apply(q, k, v, presence, pattern, q.shape[-1] ** -0.5 if scale is None else scale, rule)
 
-# %% ../../nbs/core/00_attention.ipynb #08ed8b87
+# %% ../../nbs/core/00_attention.ipynb #754124ef
 class _PatternAttention(torch.autograd.Function):
     "Softmax attention with the pattern, all pairs in memory."
 
@@ -457,7 +459,7 @@ class _PatternAttention(torch.autograd.Function):
         to_presence = None
         if ctx.needs_input_grad[3]:
             scores = attention_logits(q, k, scale=ctx.scale) if ctx.rule == "score" else None
-            alone = pattern.sum(-1, keepdim=True) == 1
+            alone = pattern.sum(-1, keepdim=True) == 1 if ctx.rule == "removal" else None
             to_presence = _presence_gradient(ctx.rule, g, scores, w, alone, by_weight).masked_fill_(~pattern, 0)
         return (g @ k) * ctx.scale, (g.mT @ q) * ctx.scale, w.mT @ grad, to_presence, None, None, None
 
