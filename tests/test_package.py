@@ -42,14 +42,15 @@ def test_import_loads_no_extra():
 
 
 def test_public_names():
-    assert {"Encoder", "HEPTAttention", "SBMAttention", "attentions"} <= set(sparseattn.__all__)
+    assert {"Encoder", "HEPTAttention", "SBMAttention", "SampledAttention", "attentions"} <= set(sparseattn.__all__)
     assert all(hasattr(sparseattn, name) for name in sparseattn.__all__)
     names = sparseattn.attentions()
     assert {"dense", "hept", "sbm"} <= set(names) and names == sorted(set(names))
 
 
-# what a mechanism must be told; a window over all points makes the random masks of "sbm" full ones
+# what a mechanism must be told; a window over all points makes random patterns full ones
 NEEDS = {"hept": dict(coord_dims=3), "linformer": dict(max_length=21), "sbm": dict(window=64)}
+NEEDS["sampled"] = NEEDS["sbm"]
 
 
 @pytest.mark.parametrize("name", sparseattn.attentions())
@@ -72,7 +73,7 @@ def test_examples(name, monkeypatch):
     plt.close("all")
 
 
-LIBRARY = [m for m in MODULES if m.count(".") == 2 and m.split(".")[1] in ("core", "hept", "sbm")]
+LIBRARY = [m for m in MODULES if m.count(".") == 2 and m.split(".")[1] in ("core", "hept", "sbm", "sampled")]
 
 
 @pytest.mark.parametrize("name", LIBRARY)

@@ -1,4 +1,23 @@
-"""Efficient transformers that the papers are compared with: linear, Performer, Linformer, Nystrom, Reformer, window."""
+"""What the papers are compared with: efficient transformers, and attention for sets and point clouds."""
+from sparseattn.baselines.sets import (
+    ISAB,
+    MAB,
+    PMA,
+    SAB,
+    InducingAttention,
+    KNNAttention,
+    NoAttention,
+    SetTransformer,
+    StratifiedAttention,
+    cross_attention,
+    mixture_parameters,
+    mixture_update,
+    neighbour_attention,
+    stratified_edges,
+    stratified_pattern,
+    thinned,
+    window_cells,
+)
 from sparseattn.baselines.transformers import (
     LinearAttention,
     LinformerAttention,
@@ -15,16 +34,33 @@ from sparseattn.baselines.transformers import (
 )
 
 __all__ = [
+    "ISAB",
+    "MAB",
+    "PMA",
+    "SAB",
+    "InducingAttention",
+    "KNNAttention",
     "LinearAttention",
     "LinformerAttention",
+    "NoAttention",
     "NystromAttention",
     "PerformerAttention",
     "ReformerAttention",
+    "SetTransformer",
+    "StratifiedAttention",
     "WindowAttention",
+    "cross_attention",
     "linear_attention",
     "linformer_attention",
+    "mixture_parameters",
+    "mixture_update",
+    "neighbour_attention",
     "nystrom_attention",
     "performer_attention",
     "reformer_attention",
+    "stratified_edges",
+    "stratified_pattern",
+    "thinned",
     "window_attention",
+    "window_cells",
 ]

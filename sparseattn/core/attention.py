@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PRESENCE_RULES', 'check_points', 'check_finite', 'check_mask', 'check_count', 'check_choice', 'check_qkv',
            'check_qkv_form', 'hide_masked', 'checked_cloud', 'attention_logits', 'dense_attention', 'masked_softmax',
-           'edge_attention', 'pattern_attention', 'edge_products', 'straight_through_presence', 'merge_attention',
-           'AttentionInfo']
+           'edge_attention', 'pattern_attention', 'uncompiled', 'edge_products', 'straight_through_presence',
+           'merge_attention', 'AttentionInfo']
 
 # %% ../../nbs/core/00_attention.ipynb #667045bb
 import math
@@ -299,7 +299,7 @@ def masked_softmax(logits: Float[Tensor, "... m"], allowed: Bool[Tensor, "... m"
     weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
     return weights.masked_fill(~allowed, 0)
 
-# %% ../../nbs/core/00_attention.ipynb #e2139127
+# %% ../../nbs/core/00_attention.ipynb #4eff7d85
 def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"],
                    edges: Int[Tensor, "3 c"], *, scale: float | None = None,
                    presence: Float[Tensor, "c"] | None = None, rule: str = "score",
@@ -341,7 +341,7 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     row, column, order = _edge_list(edges, n, m)
     presence = presence if presence is None or order is None else presence[order]
     rows = (x.flatten(0, 2) for x in (q, k, v))
-    return _EdgeAttention.apply(*rows, presence, row, column, scale, rule).view(batch, heads, n, -1).to(dtype)
+    return uncompiled(_EdgeAttention.apply)(*rows, presence, row, column, scale, rule).view(batch, heads, n, -1).to(dtype)
 
 # %% ../../nbs/core/00_attention.ipynb #3d63eca2
 _TWICE = "edges: each (head, query, key) may be there once, found one twice"
@@ -463,6 +463,16 @@ class _PatternAttention(torch.autograd.Function):
             to_presence = _presence_gradient(ctx.rule, g, scores, w, alone, by_weight).masked_fill_(~pattern, 0)
         return (g @ k) * ctx.scale, (g.mT @ q) * ctx.scale, w.mT @ grad, to_presence, None, None, None
 
+# %% ../../nbs/core/00_attention.ipynb #436a2daf
+def uncompiled(function):
+    """The function, left alone by `torch.compile` where that is at work; to say so at import would load the compiler.
+
+    Example:
+        >>> uncompiled(abs)(-1)
+        1
+    """
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
 # %% ../../nbs/core/00_attention.ipynb #9d45294c
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # once a process, at any use
 _LARGE = 60.0  # exp(60) leaves room to sum 1e12 of them in float32
@@ -559,13 +569,13 @@ def straight_through_presence(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h
     """
     return _on_list(a, b, edges, True)
 
-# %% ../../nbs/core/00_attention.ipynb #3dcd95a5
+# %% ../../nbs/core/00_attention.ipynb #935b55a3
 def _on_list(a, b, edges, ones):
     for name, x in (("a", a), ("b", b)):
         check_points(name, x, 4)
     _check_edges(edges, a.shape[0] * a.shape[1], a.shape[2], b.shape[2])
     row, column, order = _edge_list(edges, a.shape[2], b.shape[2])
-    found = _EdgeProducts.apply(a.flatten(0, 2), b.flatten(0, 2), row, column, ones)
+    found = uncompiled(_EdgeProducts.apply)(a.flatten(0, 2), b.flatten(0, 2), row, column, ones)
     return found if order is None else found[order.argsort()]
 
 

@@ -180,3 +180,10 @@ def test_a_weight_that_rounds_to_one_is_not_alone(impl):
     out = edge_attention(q, k, v, edges, scale=1.0, presence=presence, rule="removal", impl=impl)
     (found,) = torch.autograd.grad(out.sum(), presence)
     assert found.isfinite().all() and found.abs().max() < 2.5  # the edge's value, 3, would be that of an only one
+
+
+def test_attention_on_a_list_in_a_compiled_function():
+    q = torch.randn(3, 1, 2, 40, 4, generator=torch.Generator().manual_seed(0))
+    edges = (torch.rand(2, 40, 40, generator=torch.Generator().manual_seed(1)) < 0.05).nonzero().T
+    compiled = torch.compile(lambda e: edge_attention(*q, e), backend="eager")
+    torch.testing.assert_close(compiled(edges), edge_attention(*q, edges), rtol=0, atol=0)

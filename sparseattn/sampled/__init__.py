@@ -1,0 +1,6 @@
+"""Sampled Transformer: attention along random Hamiltonian cycles of a set (OpenReview F7f4BYnDAIc)."""
+from sparseattn.sampled.attention import SampledAttention, cycle_attention, random_keys_attention, window_attention
+from sparseattn.sampled.cycles import dense_limit_attention, sample_cycle, shift_attention
+
+__all__ = ["SampledAttention", "cycle_attention", "dense_limit_attention", "random_keys_attention", "sample_cycle",
+           "shift_attention", "window_attention"]
