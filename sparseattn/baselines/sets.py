@@ -7,7 +7,7 @@ __all__ = ['cross_attention', 'MAB', 'SAB', 'ISAB', 'PMA', 'SetTransformer', 'In
            'KNNAttention', 'window_cells', 'thinned', 'stratified_pattern', 'stratified_edges', 'StratifiedAttention',
            'NoAttention', 'mixture_parameters', 'mixture_update']
 
-# %% ../../nbs/baselines/27_sets.ipynb #35c5cd54
+# %% ../../nbs/baselines/27_sets.ipynb #58517f33
 import math
 from collections.abc import Callable
 
@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (
-    AttentionInfo, check_choice, check_count, check_points, check_qkv_form, checked_cloud, edge_attention, hide_masked)
+from sparseattn.core.attention import (
+    AttentionInfo, check_choice, check_count, check_points, check_qkv_form, checked_cloud, edge_attention, hide_masked,
+    uncompiled)
 from ..core.points import farthest_point_sampling, knn
 from ..core.transformer import head_channels, register_attention
 
@@ -325,7 +326,7 @@ def neighbour_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         q, k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (q, k, v))
     return _on_edges(q, k, v, _listed(index, mask), impl)
 
-# %% ../../nbs/baselines/27_sets.ipynb #421305a0
+# %% ../../nbs/baselines/27_sets.ipynb #da3255b5
 def _check_index(index, q):
     if not isinstance(index, Tensor) or index.dtype != torch.int64:
         raise TypeError(f"index must be an int64 tensor, got {getattr(index, 'dtype', type(index).__name__)}")
@@ -352,14 +353,9 @@ def _on_edges(q, k, v, edges, impl="fast"):
     batch, heads = q.shape[:2]
     graph = edges[0] + batch * torch.arange(heads, device=edges.device)[:, None]
     every = torch.stack([graph, *edges[1:, None].expand(-1, heads, -1)]).flatten(1)
-    return _uncompiled(edge_attention)(*(x.transpose(0, 1) for x in (q, k, v)), every, impl=impl).transpose(0, 1)
+    return edge_attention(*(x.transpose(0, 1) for x in (q, k, v)), every, impl=impl).transpose(0, 1)
 
-
-def _uncompiled(function):
-    "The function, left alone by `torch.compile`; asking for that at import would load the compiler."
-    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
-
-# %% ../../nbs/baselines/27_sets.ipynb #29c7e92d
+# %% ../../nbs/baselines/27_sets.ipynb #69245993
 class _Near(nn.Module):
     "Projections, heads and info around attention on edges that the coordinates decide."
 
@@ -376,7 +372,7 @@ class _Near(nn.Module):
         if coords is None:
             raise ValueError(f"coords are needed, shape ({x.shape[0]}, {x.shape[1]}, any), got None")
         with torch.no_grad():
-            edges = _uncompiled(self.edges)(coords.to(torch.promote_types(coords.dtype, torch.float32)), mask)
+            edges = uncompiled(self.edges)(coords.to(torch.promote_types(coords.dtype, torch.float32)), mask)
         q, k, v = (_split(f(x), self.heads) for f in (self.query, self.key, self.value))
         with torch.autocast(x.device.type, enabled=False):
             read = _on_edges(q, k, v, edges)

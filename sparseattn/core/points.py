@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['squared_distance', 'farthest_point_sampling', 'knn', 'gather_points', 'group', 'interpolate']
 
-# %% ../../nbs/core/04_points.ipynb #2e6ab2a3
+# %% ../../nbs/core/04_points.ipynb #bdf4f039
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from scipy.spatial import cKDTree
 from torch import Tensor
 
-from .attention import check_choice, check_count, check_mask, check_points, hide_masked
+from .attention import check_choice, check_count, check_mask, check_points, hide_masked, uncompiled
 
 # %% ../../nbs/core/04_points.ipynb #a4c1943f
 def squared_distance(a: Float[Tensor, "*shape c"], b: Float[Tensor, "*shape c"]) -> Float[Tensor, "*shape"]:
@@ -51,32 +51,33 @@ def _in_turn(lib, x, far, picks, row):
         if turn + 1 < picks.shape[1]:
             picks[:, turn + 1] = far.argmax(1)
 
-# %% ../../nbs/core/04_points.ipynb #431fdfa2
-def _along_curve(x):
-    "Key of 15 bits of every point (b, c, n) along a Z-curve through the first three coordinates."
-    x = x[:, :3]
-    bits = 15 // x.shape[1]
+# %% ../../nbs/core/04_points.ipynb #f01532d0
+def _cut(x, count):
+    "Numbers of the points (b, c, n) in blocks of neighbours, (b, count, n / count); the count is a power of 2."
     low = x.min(2, keepdims=True)
-    size = (x.max(2, keepdims=True) - low).max(1, keepdims=True)
-    scale = (2 ** bits - 1) / np.where(size > 0, size, 1)
-    cells = np.arange(2 ** bits)
-    spread = sum((cells >> i & 1) << i * x.shape[1] for i in range(bits)).astype(np.uint16)
-    grid = ((x - low) * scale).astype(np.uint16)
-    key = spread[grid[:, 0]]
-    for axis in range(1, x.shape[1]):
-        key |= spread[grid[:, axis]] << axis
-    return key
+    side = (x.max(2, keepdims=True) - low).max(1, keepdims=True)
+    grid = ((x - low) * (65535 / np.where(side > 0, side, 1))).astype(np.uint16)[:, :3].swapaxes(0, 1)
+    order = np.arange(grid[0].size)
+    while grid.shape[1] < len(x) * count:
+        parts, width = grid.shape[1:]
+        ways = min(4, len(x) * count // parts)
+        axis = (grid.max(2) - grid.min(2)).argmax(0)
+        near = grid[axis, np.arange(parts)].argsort(1, kind="stable") + width * np.arange(parts)[:, None]
+        order = order.take(near.reshape(-1))
+        grid = grid.reshape(len(grid), -1).take(near.reshape(-1), 1).reshape(-1, parts * ways, width // ways)
+    return order.reshape(len(x), count, -1) % x.shape[2]
 
-# %% ../../nbs/core/04_points.ipynb #6a1e2371
+# %% ../../nbs/core/04_points.ipynb #4c6be74e
 class _Blocks:
-    "Points of all clouds (b, c, n) in blocks of `size` neighbours, and their squared distances to the picks."
+    "Points of all clouds (b, c, n) in blocks of neighbours, and their squared distances to the picks."
 
-    def __init__(self, x, far, size):
+    def __init__(self, x, far, count):
         b, c, n = x.shape
-        order = np.argsort(_along_curve(x), axis=1, kind="stable").reshape(b, -1, size)
+        order = _cut(x, count)
         order.sort(axis=2)
         at = (order + n * np.arange(b)[:, None, None]).reshape(-1)
-        self.clouds, self.count, self.size, self.number = b, n // size, size, order.reshape(-1)
+        self.clouds, self.count, self.size, self.number = b, count, n // count, order.reshape(-1)
+        size = self.size
         self.flat = np.ascontiguousarray(x.swapaxes(1, 2)).reshape(b * n, c)
         self.x = np.ascontiguousarray(self.flat.take(at, 0).reshape(-1, size, c).swapaxes(1, 2))
         self.store = np.full((b * self.count + 1, size), -1, far.dtype)
@@ -116,14 +117,14 @@ def _rows(y):
     rows[..., :-2], rows[..., -2], rows[..., -1] = y, np.square(y).sum(2), 1
     return rows
 
-# %% ../../nbs/core/04_points.ipynb #33e81ce6
+# %% ../../nbs/core/04_points.ipynb #d486fb0d
 class _Candidates:
-    "The farthest point of each of the `wide` blocks with the largest distances, in falling order."
+    "The farthest point of each of the `wide` blocks with the largest distances."
 
     def __init__(self, blocks, wide):
         b, size = blocks.clouds, blocks.size
-        best = np.argsort(-blocks.largest.reshape(b, -1), axis=1)[:, :wide]
-        self.wide = best.shape[1]
+        best = blocks.largest.reshape(b, -1).argpartition(blocks.count - wide, axis=1)[:, blocks.count - wide:]
+        self.wide = wide
         self.block = (best + blocks.count * np.arange(b)[:, None]).reshape(-1)
         self.value = blocks.largest.take(self.block)
         self.at = blocks.far.take(self.block, 0).argmax(1) + self.block * size
@@ -134,7 +135,7 @@ class _Candidates:
 
     def _sieve(self, rows, value):
         lowers = np.matmul(rows, _form(rows[..., :-2], rows[..., -2] - value)) < 0
-        lowers &= np.tri(self.wide, k=-1, dtype=bool)
+        lowers &= value[:, None] > value[:, :, None]
         sure = ~lowers.any(2) & (value >= 0)
         rows[~sure, -2] = np.inf                          # in reach of nothing
         return sure.reshape(-1)
@@ -185,7 +186,7 @@ def _hold_back(blocks, lead, who, block, total):
     ahead = (far[some] > value[some]) | (number < lead.number.take(who[some])[:, None])
     lead.sure[who[some[(lowers[some] & ahead).any(1)]]] = False
 
-# %% ../../nbs/core/04_points.ipynb #b2510f68
+# %% ../../nbs/core/04_points.ipynb #91f4ad99
 def _round(blocks, wide):
     "Take what is sure of the candidates: cloud, value and number of each, and how many a cloud."
     lead = _Candidates(blocks, wide)
@@ -202,38 +203,40 @@ def _round(blocks, wide):
     return (sure // lead.wide, lead.value.take(sure), lead.number.take(sure)), taken
 
 
+def _settled(taken, blocks, m):
+    "Has every cloud m picks that come before all that is left?"
+    cloud, value = (np.concatenate([found[part] for found in taken]) for part in (0, 1))
+    before = value > blocks.largest.reshape(blocks.clouds, -1).max(1)[cloud]
+    return bool((np.bincount(cloud[before], minlength=blocks.clouds) >= m).all())
+
+# %% ../../nbs/core/04_points.ipynb #8ada6ff9
 def _ranked(taken, clouds, m):
-    "First m picks of each cloud in order of falling value, ties by number; and the value of the last."
+    "First m picks of each cloud in order of falling value, ties by number."
     cloud, value, number = (np.concatenate(part) for part in zip(*taken, strict=True))
     order = np.lexsort((number, -value, cloud))
-    first = order[np.searchsorted(cloud[order], np.arange(clouds))[:, None] + np.arange(m)]
-    return number[first], value[first[:, -1]]
+    return number[order[np.searchsorted(cloud[order], np.arange(clouds))[:, None] + np.arange(m)]]
 
-# %% ../../nbs/core/04_points.ipynb #70668eb1
-_SIZE, _FIRST = 64, 16
+# %% ../../nbs/core/04_points.ipynb #a4074939
+_FIRST = 32
 
 
-def _out_of_turn(x, far, picks, row):
-    "As `_in_turn`, several picks at a time; the points must be a multiple of the block size."
+def _out_of_turn(x, far, picks, row, count):
+    "As `_in_turn`, several picks at a time, with `count` blocks, a power of 2 that divides the number of points."
     start, need = picks[:, :_FIRST], picks.shape[1] - _FIRST
     _in_turn(np, x, far, start, row)
-    blocks = _Blocks(x, far, _SIZE)
+    blocks = _Blocks(x, far, count)
     if not np.isfinite(blocks.slack):
         return _in_turn(np, x, far, picks[:, _FIRST - 1:], row)  # squares that overflow
-    taken, count, wide = [], 0, 32
-    while True:
+    taken, made, wide = [], 0, min(32, count)
+    while np.min(made) < need or not _settled(taken, blocks, need):
         found, new = _round(blocks, wide)
         taken.append(found)
-        count, most = count + new, int(new.max())
-        wide = min(max(16, most * 3 // 2 + 8), 128, max(24, need - int(np.min(count)) + 16))
-        wide = wide if new.min() else blocks.count
-        if np.min(count) >= need:
-            number, last = _ranked(taken, len(x), need)
-            if (last > blocks.largest.reshape(len(x), -1).max(1)).all():
-                break
-    picks[:, _FIRST:] = number
+        made = made + new
+        wide = min(max(16, int(new.max()) * 3 // 2 + 8), 128, max(24, need - int(made.min()) + 16), count)
+        wide = wide if new.min() else count
+    picks[:, _FIRST:] = _ranked(taken, len(x), need)
 
-# %% ../../nbs/core/04_points.ipynb #b8bd093f
+# %% ../../nbs/core/04_points.ipynb #13637efe
 def farthest_point_sampling(points: Float[Tensor, "b n c"], m: int, *, start: int | str | Int[Tensor, "b"] = 0,
                             mask: Bool[Tensor, "b n"] | None = None, impl: str = "fast") -> Int[Tensor, "b m"]:
     """Numbers of m points, each as far as possible from those before it.
@@ -261,10 +264,10 @@ def farthest_point_sampling(points: Float[Tensor, "b n c"], m: int, *, start: in
     points, real = _cloud("points", points, mask)
     _check_enough("m", m, real)
     first = _first(points, real, start)
-    form = _farthest_reference if impl == "reference" else _outside_graphs(_farthest_fast)
+    form = _farthest_reference if impl == "reference" else uncompiled(_farthest_fast)
     return form(points, real, first, m)
 
-# %% ../../nbs/core/04_points.ipynb #1af66c5f
+# %% ../../nbs/core/04_points.ipynb #093c4055
 def _cloud(name, points, mask=None):
     "Points without gradient in float32 or float64, masked ones at the origin; and which are real."
     if not isinstance(points, Tensor) or points.dim() != 3:
@@ -275,17 +278,12 @@ def _cloud(name, points, mask=None):
     real = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device) if mask is None else mask
     return points if points.dtype == torch.float64 else points.float(), real
 
-
+# %% ../../nbs/core/04_points.ipynb #8c5e599c
 def _check_enough(name, value, real):
     check_count(name, value)
     fewest = int(real.sum(1).min())
     if value > fewest:
         raise ValueError(f"{name} must be at most the number of real points of every cloud, {fewest}, got {value}")
-
-
-def _outside_graphs(function):
-    "Left alone by `torch.compile`; asking for that at import would load the compiler."
-    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 # %% ../../nbs/core/04_points.ipynb #9b23f1b4
 def _first(points, real, start):
@@ -308,7 +306,7 @@ def _first(points, real, start):
         raise ValueError(f"start must be the number of a real point, got {start.tolist()} with {n} points")
     return start
 
-# %% ../../nbs/core/04_points.ipynb #570f119c
+# %% ../../nbs/core/04_points.ipynb #d600edf9
 def _farthest_fast(points, real, first, m):
     far = torch.full(real.shape, torch.inf, dtype=points.dtype, device=points.device).masked_fill_(~real, -1)
     picks = first[:, None].repeat(1, m)
@@ -322,12 +320,14 @@ def _farthest_fast(points, real, first, m):
 
 
 def _on_processor(points, far, picks):
-    n, size, row = points.shape[1], _SIZE, np.arange(len(points))
-    rounds = n >= 4096 and picks.shape[1] >= 128
-    more = -n % size if rounds else 0
+    n, row = points.shape[1], np.arange(len(points))
+    m = picks.shape[1]
+    rounds = m >= 256 and m * n >= 2 ** 21                # where both forms cost the same, measured
+    count = 2 ** round(np.log2(n / 64)) if rounds else 1
+    more = -n % count
     x = torch.cat([points.mT, points.mT[:, :, :1].expand(-1, -1, more)], 2).contiguous().numpy()
     far = torch.nn.functional.pad(far, (0, more), value=-1).numpy()
-    (_out_of_turn if rounds else lambda *args: _in_turn(np, *args))(x, far, picks.numpy(), row)
+    _out_of_turn(x, far, picks.numpy(), row, count) if rounds else _in_turn(np, x, far, picks.numpy(), row)
 
 # %% ../../nbs/core/04_points.ipynb #274a7d41
 def _nearest_reference(points, queries, real, k):
@@ -379,10 +379,10 @@ def _by_product(points, queries):
         return found, value[:, -1].double() + norm_y[rows] - slack
     return candidates
 
-# %% ../../nbs/core/04_points.ipynb #2cc9a583
+# %% ../../nbs/core/04_points.ipynb #06f6f7a3
 def _nearest_fast(points, queries, real, k):
     points, queries = points.double(), queries.double()
-    tree = not points.is_cuda and points.shape[2] <= 6 and points.shape[1] >= 1024
+    tree = not points.is_cuda and points.shape[2] <= 6 and points.shape[1] >= 512
     out = torch.empty(*queries.shape[:2], k, dtype=torch.long, device=points.device)
     for cloud, (x, y, keep) in enumerate(zip(points, queries, real, strict=True)):
         number = keep.nonzero().squeeze(1)
@@ -390,7 +390,7 @@ def _nearest_fast(points, queries, real, k):
         out[cloud] = number[_search(x, y, k, (_by_tree if tree else _by_product)(x, y))]
     return out
 
-
+# %% ../../nbs/core/04_points.ipynb #f1b92b55
 def knn(points: Float[Tensor, "b n c"], k: int, *, queries: Float[Tensor, "b q c"] | None = None,
         mask: Bool[Tensor, "b n"] | None = None, impl: str = "fast") -> Int[Tensor, "b q k"]:
     """Numbers of the k nearest points of every query, nearest first.
@@ -423,10 +423,10 @@ def knn(points: Float[Tensor, "b n c"], k: int, *, queries: Float[Tensor, "b q c
     if queries.shape[::2] != points.shape[::2]:
         raise ValueError(f"queries must have the batch and coordinates of points, got shapes {tuple(queries.shape)} "
                          f"and {tuple(points.shape)}")
-    form = _nearest_reference if impl == "reference" else _outside_graphs(_nearest_fast)
+    form = _nearest_reference if impl == "reference" else uncompiled(_nearest_fast)
     return form(points, queries, real, k)
 
-# %% ../../nbs/core/04_points.ipynb #b120858d
+# %% ../../nbs/core/04_points.ipynb #1022d81d
 def gather_points(x: Float[Tensor, "b n c"], index: Int[Tensor, "b *shape"]) -> Float[Tensor, "b *shape c"]:
     """Rows of x by number, each cloud its own.
 
@@ -450,7 +450,7 @@ def gather_points(x: Float[Tensor, "b n c"], index: Int[Tensor, "b *shape"]) -> 
     rows = index.reshape(len(x), -1, 1).expand(-1, -1, x.shape[2])
     return x.gather(1, rows).view(*index.shape, x.shape[2])
 
-
+# %% ../../nbs/core/04_points.ipynb #fcb0cceb
 def group(points: Float[Tensor, "b n c"], centres: Int[Tensor, "b m"], k: int, *,
           mask: Bool[Tensor, "b n"] | None = None):
     """Neighbourhoods of some of the points.

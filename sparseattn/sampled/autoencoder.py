@@ -80,7 +80,7 @@ def cut_into_groups(points: Float[Tensor, "b n 3"], groups: int = 64, size: int 
     centres = farthest_point_sampling(points, groups)
     return Patches(gather_points(points, centres), group(points, centres, size)[0])
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #c414bd28
+# %% ../../nbs/sampled/57_autoencoder.ipynb #d241dee3
 def hidden_count(groups: int, ratio: float) -> int:
     """How many groups are hidden: floor(ratio * groups), safe against rounding.
 
@@ -134,7 +134,7 @@ def visible_and_hidden(hidden: Bool[Tensor, "b g"]) -> tuple[Int[Tensor, "b v"],
     """
     counts = hidden.sum(1).unique().tolist()
     if hidden.dtype != torch.bool or len(counts) != 1 or not 0 < counts[0] < hidden.shape[1]:
-        raise ValueError(f"hidden must be bool and hide equally many groups of each cloud, not all, not none; it hides {counts}")
+        raise ValueError(f"hidden must be bool and hide equally many groups of each cloud, not all; it hides {counts}")
     order = hidden.to(torch.uint8).argsort(dim=1, stable=True)
     return order[:, : -counts[0]], order[:, -counts[0] :]
 
@@ -157,7 +157,7 @@ def _nearest(x: Tensor, y: Tensor) -> Tensor:
             out[part] = torch.baddbmm(square[part[0]], x[part], twice[part[0]]).argmin(2)
     return out
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #9e695fc0
+# %% ../../nbs/sampled/57_autoencoder.ipynb #4cf68cf0
 def chamfer_distance(x: Float[Tensor, "b n 3"], y: Float[Tensor, "b m 3"], *, impl: str = "fast") -> Float[Tensor, "b"]:
     """Mean squared distance to the nearest point, in both directions (Chamfer-L2).
 
@@ -165,8 +165,8 @@ def chamfer_distance(x: Float[Tensor, "b n 3"], y: Float[Tensor, "b m 3"], *, im
 
     Args:
         x, y: two sets of points for each entry of the batch.
-        impl: "fast", or "reference", which holds all differences; where several points are equally near, their gradients
-            differ: one of them, or their mean.
+        impl: "fast", or "reference", which holds all differences. Where several points are equally near, "fast" sends
+            the gradient to one of them, "reference" to all.
 
     Returns:
         One distance for each entry, in squared units of the coordinates.
@@ -181,7 +181,8 @@ def chamfer_distance(x: Float[Tensor, "b n 3"], y: Float[Tensor, "b m 3"], *, im
     """
     check_choice("impl", impl, ("fast", "reference"))
     if x.dim() != 3 or y.dim() != 3 or len(x) != len(y) or x.shape[2] != y.shape[2] or 0 in (*x.shape, *y.shape):
-        raise ValueError(f"x and y must be (b, n, 3) and (b, m, 3), not empty, got {tuple(x.shape)} and {tuple(y.shape)}")
+        raise ValueError("x and y must be (b, n, 3) and (b, m, 3), not empty, "
+                         f"got {tuple(x.shape)} and {tuple(y.shape)}")
     if impl == "reference":
         squares = (x[:, :, None] - y[:, None]).square().sum(3)
         return squares.amin(2).mean(1) + squares.amin(1).mean(1)
@@ -221,7 +222,7 @@ class TokenEmbedding(nn.Module):
         shared = F.linear(features.amax(2, keepdim=True), of_group, self.group.bias)
         return self.out((F.linear(features, of_point) + shared).relu()).amax(2)
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #695f2206
+# %% ../../nbs/sampled/57_autoencoder.ipynb #c7dd9725
 class _Blocks(nn.Module):
     "Layers with the position added before each of them, and a normalisation at the end."
 
@@ -267,7 +268,7 @@ class PointEncoder(nn.Module):
         self.blocks = _Blocks(dim, depth, heads, hidden or dim, attention, dropout, options)
 
     def forward(self, patches: Patches, return_info: bool = False):
-        """Features (b, g, dim) of the groups given; with `return_info` also what the attention of each layer reports."""
+        """Features (b, g, dim) of the groups; with `return_info` also what the attention of each layer reports."""
         centres, points = patches
         if points.dim() != 4 or points.shape[:2] + points.shape[3:] != centres.shape:
             raise ValueError("patches must have centres (b, g, 3) and points (b, g, k, 3), got "
@@ -298,7 +299,7 @@ class Reconstruction(NamedTuple):
         """Mean Chamfer distance of the hidden groups."""
         return chamfer_distance(self.predicted.flatten(0, 1), self.target.flatten(0, 1)).mean()
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #a09abad8
+# %% ../../nbs/sampled/57_autoencoder.ipynb #1b279d22
 class MaskedAutoencoder(nn.Module):
     """Draws hidden groups of a cloud from visible ones.
 
@@ -319,7 +320,8 @@ class MaskedAutoencoder(nn.Module):
 
     def __init__(self, dim: int = 256, depth: int = 12, heads: int = 8, *, hidden: int | None = None,
                  attention: str = "dense", decoder_depth: int = 1, groups: int = 64, group_size: int = 32,
-                 ratio: float = 0.7, token_hidden: tuple[int, int, int] = (128, 256, 512), dropout: float = 0.0, **options):
+                 ratio: float = 0.7, token_hidden: tuple[int, int, int] = (128, 256, 512), dropout: float = 0.0,
+                 **options):
         super().__init__()
         hidden_count(groups, ratio)
         self.groups, self.group_size, self.ratio = groups, group_size, ratio
@@ -333,10 +335,11 @@ class MaskedAutoencoder(nn.Module):
                 generator: torch.Generator | None = None) -> Reconstruction:
         """Hide groups, drawn from `generator` unless `hidden` is given, and draw them again."""
         patches = clouds if isinstance(clouds, Patches) else cut_into_groups(clouds, self.groups, self.group_size)
-        if patches.points.shape[2] != self.group_size:
-            raise ValueError(f"clouds must be cut into groups of {self.group_size} points, got {patches.points.shape[2]}")
+        batch, groups, size = patches.points.shape[:3]
+        if size != self.group_size:
+            raise ValueError(f"clouds must be cut into groups of {self.group_size} points, got {size}")
         if hidden is None:
-            hidden = draw_hidden(*patches.centres.shape[:2], self.ratio, generator=generator, device=patches.centres.device)
+            hidden = draw_hidden(batch, groups, self.ratio, generator=generator, device=patches.points.device)
         seen, asked = (patches.groups(which) for which in visible_and_hidden(hidden))
         features = self.encoder(seen)
         tokens = torch.cat([features, self.mask_token.expand(*asked.centres.shape[:2], -1)], 1)
@@ -344,13 +347,14 @@ class MaskedAutoencoder(nn.Module):
         predicted = self.head(decoded).unflatten(2, (-1, 3)) * self.encoder.token.unit
         return Reconstruction(predicted, asked.points, asked.centres, hidden)
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #0898ca43
+# %% ../../nbs/sampled/57_autoencoder.ipynb #f7fd8ce6
 SETTINGS = {
-    "sampled-transformer": dict(dim=256, depth=12, heads=8, hidden=256, decoder_depth=1, groups=64, group_size=32, ratio=0.7),
-    "point-mae": dict(dim=384, depth=12, heads=6, hidden=1536, decoder_depth=4, groups=64, group_size=32, ratio=0.6),
+    "sampled-transformer": dict(dim=256, depth=12, heads=8, hidden=256, decoder_depth=1, ratio=0.7, groups=64,
+                                group_size=32),
+    "point-mae": dict(dim=384, depth=12, heads=6, hidden=1536, decoder_depth=4, ratio=0.6, groups=64, group_size=32),
 }
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #460177cf
+# %% ../../nbs/sampled/57_autoencoder.ipynb #cf089c61
 class ShapeClassifier(nn.Module):
     """An encoder, the maximum over its tokens, and three linear maps.
 
@@ -369,7 +373,8 @@ class ShapeClassifier(nn.Module):
         torch.Size([2, 10])
     """
 
-    def __init__(self, encoder: PointEncoder, classes: int, *, hidden: int = 256, dropout: float = 0.5, frozen: bool = False):
+    def __init__(self, encoder: PointEncoder, classes: int, *, hidden: int = 256, dropout: float = 0.5,
+                 frozen: bool = False):
         super().__init__()
         check_count("classes", classes)
         self.encoder, self.frozen = encoder.requires_grad_(not frozen), frozen

@@ -64,7 +64,7 @@ class Embedding(nn.Module):
             x = x + self.feature(checked_cloud(features, None, mask, self.features)[0])
         return hide_masked(x, mask)
 
-# %% ../../nbs/sampled/52_models.ipynb #ee5f3b40
+# %% ../../nbs/sampled/52_models.ipynb #45c6d06c
 def _pooled(x, mask):
     "Maximum over the real points; 0 where a cloud has none."
     if mask is None:
@@ -72,7 +72,7 @@ def _pooled(x, mask):
     top = x.masked_fill(~mask[..., None], -torch.inf).max(1).values
     return top.masked_fill(~mask.any(1, keepdim=True), 0)
 
-
+# %% ../../nbs/sampled/52_models.ipynb #89e7a006
 class ShapeClassifier(nn.Module):
     """Point clouds to logits of classes with one transformer layer. Sampled Transformer, Sec 5.2.
 
@@ -115,7 +115,7 @@ class ShapeClassifier(nn.Module):
         logits = self.head(_pooled(x, mask))
         return (logits, infos) if return_info else logits
 
-# %% ../../nbs/sampled/52_models.ipynb #b6b9ef9b
+# %% ../../nbs/sampled/52_models.ipynb #6f08cf9b
 PAPER_ATTENTION = {  # rows of Tables 3 and 6; "feed-forward" is ours
     "MLP + FC": dict(attention=None),
     "feed-forward": dict(attention="none"),
@@ -126,14 +126,13 @@ PAPER_ATTENTION = {  # rows of Tables 3 and 6; "feed-forward" is ours
     "inducing": dict(attention="inducing", points=16),
     "stratified": dict(attention="stratified", sample="stride"),
 }
-PAPER_SETTINGS = {
-    "basic": dict(classes=40, features=3, dim=256, stem=64, heads=8, head_dim=32, hidden=256, levels=None,
-                  points=(256, 512, 768, 1024, 2048, 3072, 4096, 8192), strides=None, neighbours=None, blocks=1,
-                  memory=24 * 10**9, epochs=None, batch=None, rate=None),
-    "hierarchical": dict(classes=40, features=3, dim=(32, 64, 128, 256, 512), stem=None, heads=None, head_dim=None,
-                         hidden=None, levels=5, points=(1024,), strides=(4, 4, 4, 4, 4),
-                         neighbours=(8, 16, 16, 16, 16), blocks=(2, 3, 4, 6, 3), memory=24 * 10**9, epochs=None,
-                         batch=None, rate=None),
+PAPER_SETTINGS = {  # None: the paper does not say
+    "basic": dict(classes=40, features=3, dim=256, stem=64, heads=8, head_dim=32, hidden=256,
+                  points=(256, 512, 768, 1024, 2048, 3072, 4096, 8192), memory=24 * 10**9, epochs=None, batch=None,
+                  rate=None),
+    "hierarchical": dict(classes=40, features=None, levels=5, dims=(32, 64, 128, 256, 512), strides=(4, 4, 4, 4, 4),
+                         neighbours=(8, 16, 16, 16, 16), blocks=(2, 3, 4, 6, 3), head_dim=None, hidden=None,
+                         points=None, epochs=None, batch=None, rate=None),
 }
 
 # %% ../../nbs/sampled/52_models.ipynb #a3316ce7
@@ -171,7 +170,28 @@ def key_points(points: Float[Tensor, "b n 3"], stride: int, *, mask: Bool[Tensor
 
 _START = "farthest-from-centroid"
 
-# %% ../../nbs/sampled/52_models.ipynb #27817f0a
+# %% ../../nbs/sampled/52_models.ipynb #f08c992c
+def _neighbours(points, k, centres, mask):
+    "Places of the k nearest of each centre, -1 where a cloud has fewer."
+    with torch.no_grad():
+        if mask is None:
+            return knn(points, k, queries=centres)
+        near = torch.full((*centres.shape[:2], k), -1, device=points.device)
+        for b, real in enumerate(mask.sum(1).tolist()):
+            if real:
+                one, most = slice(b, b + 1), min(k, real)
+                near[one, :, :most] = knn(points[one], most, queries=centres[one], mask=mask[one])
+        return near
+
+
+def _collected(network, x, points, centres, near, kept):
+    "Maximum, over the neighbours of a centre, of what a network makes of relative position and features."
+    there, near = near >= 0, near.clamp(min=0)
+    relative = gather_points(points, near) - centres[:, :, None]
+    parts = network(torch.cat([relative, gather_points(x, near)], -1))
+    return hide_masked(parts.masked_fill(~there[..., None], -torch.inf).amax(2), kept)
+
+# %% ../../nbs/sampled/52_models.ipynb #8a5e8988
 class Level(nn.Module):
     """Thin the cloud out, collect the neighbours of what is left, let it attend. Sampled Transformer, Sec 5.3.
 
@@ -207,30 +227,11 @@ class Level(nn.Module):
         """Features, coordinates and mask of the points kept."""
         index, kept = key_points(points, self.stride, mask=mask)
         centres = gather_points(points, index)
-        x = self._merged(x, points, centres, mask, kept) + self.embedding(centres, None, kept)
+        near = _neighbours(points, min(self.neighbours, points.shape[1]), centres, mask)
+        x = _collected(self.collect, x, points, centres, near, kept) + self.embedding(centres, None, kept)
         for layer in self.layers:
             x = hide_masked(layer(x, centres, kept), kept)
         return x, centres, kept
-
-    def _merged(self, x, points, centres, mask, kept):
-        near = _neighbours(points, min(self.neighbours, points.shape[1]), centres, mask)
-        there, near = near >= 0, near.clamp(min=0)
-        relative = gather_points(points, near) - centres[:, :, None]
-        parts = self.collect(torch.cat([relative, gather_points(x, near)], -1))
-        return hide_masked(parts.masked_fill(~there[..., None], -torch.inf).amax(2), kept)
-
-# %% ../../nbs/sampled/52_models.ipynb #b7c3e5a5
-def _neighbours(points, k, centres, mask):
-    "Places of the k nearest of each centre, -1 where a cloud has fewer."
-    with torch.no_grad():
-        if mask is None:
-            return knn(points, k, queries=centres)
-        near = torch.full((*centres.shape[:2], k), -1, device=points.device)
-        for b, real in enumerate(mask.sum(1).tolist()):
-            if real:
-                one, most = slice(b, b + 1), min(k, real)
-                near[one, :, :most] = knn(points[one], most, queries=centres[one], mask=mask[one])
-        return near
 
 # %% ../../nbs/sampled/52_models.ipynb #f8797835
 class HierarchicalClassifier(nn.Module):
@@ -325,7 +326,7 @@ def logits_of_draws(model: nn.Module, draws: int, *inputs, **options) -> Float[T
     check_count("draws", draws)
     return torch.stack([model(*inputs, **options) for _ in range(draws)])
 
-# %% ../../nbs/sampled/52_models.ipynb #015d08b0
+# %% ../../nbs/sampled/52_models.ipynb #ca9a09bc
 _WEIGHTS = {"dense": lambda n, size: n * n, "sampled": lambda n, size: min(2, n) * n,
             "knn": lambda n, size: min(size or 16, n) * n, "inducing": lambda n, size: 2 * (size or 16) * n,
             "none": lambda n, size: 0, None: lambda n, size: 0}
@@ -351,7 +352,7 @@ def scored_pairs(attention: str | None, n: int, *, size: int | None = None) -> i
     check_count("n", n)
     return _WEIGHTS[attention](n, size)
 
-
+# %% ../../nbs/sampled/52_models.ipynb #f1392d6d
 def classifier_flops(attention: str | None, n: int, *, classes: int = 40, features: int = 3, dim: int = 256,
                      stem: int = 64, heads: int = 8, head_dim: int | None = 32, hidden: int = 256,
                      size: int | None = None, pairs: int | None = None) -> int:
@@ -372,7 +373,7 @@ def classifier_flops(attention: str | None, n: int, *, classes: int = 40, featur
         return embedding + 2 * dim * classes
     pairs = scored_pairs(attention, n, size=size) if pairs is None else pairs
     project = 0 if attention == "none" else 8 * n * dim * inner
-    if attention == "inducing":  # keys and values twice, queries and outputs of both sides, a feed-forward part of dim
+    if attention == "inducing":
         m = size or 16
         project += 8 * m * dim * inner + 4 * m * dim * dim
     return embedding + project + 4 * pairs * inner + 4 * n * dim * hidden + 2 * dim * classes

@@ -93,12 +93,10 @@ def _softmax(q, k, v, present, sharpness):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return (weights * v).sum(-1) / weights.sum(-1)
 
-# %% ../../nbs/sampled/53_universal.ipynb #9085cfd2
+# %% ../../nbs/sampled/53_universal.ipynb #2ac3435c
 @dataclass(frozen=True, eq=False)
 class AttentionLayer(_Weights):
-    """Sparse attention with heads of size 1 and a residual: X + output @ heads(X).
-
-    Sampled Transformer, Eq 5a-5b, with biases; hardmax is that of Eq 9b.
+    """Sparse attention with heads of size 1 and a residual (Sampled Transformer, Eq 5a-5b, 9b): X + output @ heads(X).
 
     Args:
         pattern: (n, n), True where a column attends; a column that attends nothing stays as it is.
@@ -136,7 +134,8 @@ class AttentionLayer(_Weights):
 
     def __call__(self, x: Shaped[np.ndarray, "... d n"]) -> Shaped[np.ndarray, "... d n"]:
         out = x.copy()
-        out[..., self._neighbours[0]] += self.output @ self.heads(x)
+        if self.pattern.any():
+            out[..., self._neighbours[0]] += self.output @ self.heads(x)
         return out
 
 # %% ../../nbs/sampled/53_universal.ipynb #1fc593ba
@@ -209,7 +208,7 @@ class FeedForwardLayer(_Weights):
         hidden = self.activation(self.into @ x + self.bias[:, None])
         return x + self.out @ hidden if np.any(hidden != 0) else x
 
-# %% ../../nbs/sampled/53_universal.ipynb #3be547c6
+# %% ../../nbs/sampled/53_universal.ipynb #0b88db57
 READINGS = ("cycle", "text", "printed")
 
 
@@ -234,8 +233,8 @@ def grid_inputs(n: int, d: int, resolution: int) -> Int[np.ndarray, "inputs d n"
     """
     _check_sizes(n, d, resolution)
     if resolution ** (n * d) > 2**24:
-        raise ValueError(f"the grid of n = {n}, d = {d}, resolution = {resolution} has {resolution ** (n * d):.1e} inputs, "
-                         f"more than 2^24")
+        raise ValueError(f"resolution {resolution} with n = {n}, d = {d} makes more than 2^24 inputs: "
+                         f"resolution ** (n * d) = {resolution ** (n * d)}")
     digits = np.indices((resolution,) * (n * d)).reshape(n * d, -1).T
     return digits.reshape(-1, n, d).swapaxes(1, 2).copy()
 
@@ -427,7 +426,7 @@ def contextual_layers(n: int, d: int, resolution: int, *, reading: str = "cycle"
              "printed": [_pattern(n, [(i, i), (i - 1, i), (i - 1, i - 1)]) for i in range(1, n)]}
     return shift_layers(pairs[reading], [cycle] * n, d, resolution, ticks=ticks)
 
-# %% ../../nbs/sampled/53_universal.ipynb #07f28ec1
+# %% ../../nbs/sampled/53_universal.ipynb #b7919f12
 def contextual_map(inputs: Int[np.ndarray, "inputs d n"], resolution: int, *,
                    reading: str = "cycle") -> Shaped[np.ndarray, "inputs n"]:
     """The id of each column of each input, exactly.
@@ -447,7 +446,7 @@ def contextual_map(inputs: Int[np.ndarray, "inputs d n"], resolution: int, *,
 
     Example:
         >>> contextual_map(np.array([[[0, 1]]]), 2).tolist()
-        [[12931, 12675]]
+        [[12674, 12675]]
     """
     inputs = np.asarray(inputs)
     if inputs.dtype.kind not in "iu":
@@ -461,7 +460,7 @@ def contextual_map(inputs: Int[np.ndarray, "inputs d n"], resolution: int, *,
         x = layer(x)
     return (_place_values(d, resolution) @ x)[:, 0] // 2
 
-# %% ../../nbs/sampled/53_universal.ipynb #c6937957
+# %% ../../nbs/sampled/53_universal.ipynb #d4f70d33
 def id_bits(n: int, d: int, resolution: int) -> int:
     """Bits of the largest id of `contextual_map`, in steps of delta.
 
@@ -479,7 +478,7 @@ def id_bits(n: int, d: int, resolution: int) -> int:
 
     Example:
         >>> id_bits(3, 1, 2), id_bits(64, 3, 2)
-        (28, 13382)
+        (29, 13383)
     """
     _check_sizes(n, d, resolution)
     many, band = resolution**d, sum(resolution**i for i in range(1, d + 1))
@@ -520,7 +519,7 @@ def _value_layers(before, ids, targets, u, ticks):
     return [FeedForwardLayer(u, np.array([-ids[i, k]], dtype=object), window, change[i, :, k, None])
             for i in range(len(ids)) for k in range(ids.shape[1])]
 
-# %% ../../nbs/sampled/53_universal.ipynb #9ccaa655
+# %% ../../nbs/sampled/53_universal.ipynb #85ee917f
 @dataclass(frozen=True, eq=False)
 class Approximator:
     """A network with explicit weights, made by `build_approximator`; call it with points in [0, 1), (..., d, n).
@@ -562,7 +561,7 @@ class Approximator:
         if x.ndim < 2 or x.shape[-2:] != (self.d, self.n) or not ((x >= 0) & (x < 1)).all():
             raise ValueError(f"x must have shape (..., {self.d}, {self.n}) and entries in [0, 1), got shape {x.shape}")
         order = np.arange(self.n) if order is None else np.asarray(order)
-        if not np.array_equal(np.sort(order, -1), np.broadcast_to(np.arange(self.n), order.shape)):
+        if order.shape[-1:] != (self.n,) or (np.sort(order, -1) != np.arange(self.n)).any():
             raise ValueError(f"order must hold 0..{self.n - 1} once each, got {order.tolist()}")
         return x, np.broadcast_to(order, (*x.shape[:-2], self.n))
 

@@ -261,7 +261,7 @@ def test_built_sets_load(kicad_root):
     assert whole.points.mean(1).abs().max() < 1e-5 and torch.allclose(whole.normals.norm(dim=-1), torch.ones(()))
     assert {whole.part_names[k] for k in whole.parts.unique()} == {"pin", "epoxy"}
     few = S.load_shapes("kicad", root=kicad_root, points=200, split="all")
-    assert torch.allclose(few.points, whole.first(200).points, atol=1e-5)
+    assert torch.allclose(few.points, S.first_points(whole, 200).points, atol=1e-5)
     assert torch.equal(S.load_shapes("kicad", root=kicad_root, points=200, split="all").points, few.points)
     assert not torch.equal(S.load_shapes("kicad", root=kicad_root, points=200, split="all", seed=1).points, few.points)
     assert "leaks" in S.load_shapes("kicad", root=kicad_root, points=9, split_by="shape").source
@@ -327,7 +327,7 @@ def test_shapes_behave_like_a_value():
     assert few.to("cpu").classes == shapes.classes
     for n in (0, 33):
         with pytest.raises(ValueError, match="n:"):
-            shapes.first(n)
+            S.first_points(shapes, n)
 
 
 @pytest.mark.parametrize("arguments, word", [

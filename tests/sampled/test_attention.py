@@ -1,4 +1,4 @@
-"""Attention along a cycle equals dense attention on its pattern, outputs and gradients, for any order, mask and dtype."""
+"""Attention along a cycle equals dense attention on its pattern: outputs and gradients, any order, mask and dtype."""
 
 import copy
 import itertools
