@@ -485,9 +485,9 @@ def fit(model: nn.Module, batches: Callable[[int], Iterable], loss: Callable, *,
         _loop(_wrap(model, device, processes), state, plan, path, settings, processes, progress)
     return Fitted(model.eval(), state.history, state.best, state.best_epoch, state.best_score, state.stopped)
 
-# %% ../../nbs/lab/21_train.ipynb #6a363b65
+# %% ../../nbs/lab/21_train.ipynb #8c42a6e4
 def side_by_side(function: Callable, calls: Iterable[tuple], workers: int, what: str = "trainings") -> list:
-    """Results of `function(*call)` for every call, in their order, from `workers` processes; with a progress bar.
+    """Results of `function(*call)` for every call, in order, from `workers` processes, with a progress bar.
 
     With one worker everything runs here. An error in a process is raised here. A function of a notebook's own works.
 
@@ -501,7 +501,8 @@ def side_by_side(function: Callable, calls: Iterable[tuple], workers: int, what:
     calls, before = list(calls), {name: os.environ.get(name) for name in REUSE}
     os.environ.update(REUSE)  # read by a process when it starts
     try:
-        found = joblib.Parallel(n_jobs=workers, return_as="generator")(joblib.delayed(function)(*call) for call in calls)
+        jobs = [joblib.delayed(function)(*call) for call in calls]
+        found = joblib.Parallel(n_jobs=workers, return_as="generator")(jobs)
         return list(tqdm(found, total=len(calls), desc=what))
     finally:
         for name in REUSE:
