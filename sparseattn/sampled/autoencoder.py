@@ -80,7 +80,7 @@ def cut_into_groups(points: Float[Tensor, "b n 3"], groups: int = 64, size: int 
     centres = farthest_point_sampling(points, groups)
     return Patches(gather_points(points, centres), group(points, centres, size)[0])
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #d241dee3
+# %% ../../nbs/sampled/57_autoencoder.ipynb #13cd50ae
 def hidden_count(groups: int, ratio: float) -> int:
     """How many groups are hidden: floor(ratio * groups), safe against rounding.
 
@@ -121,7 +121,7 @@ def draw_hidden(batch: int, groups: int, ratio: float, *, generator: torch.Gener
     order = torch.rand(batch, groups, generator=generator, device=device).argsort(1)
     return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : hidden_count(groups, ratio)], True)
 
-
+# %% ../../nbs/sampled/57_autoencoder.ipynb #731cb0a6
 def visible_and_hidden(hidden: Bool[Tensor, "b g"]) -> tuple[Int[Tensor, "b v"], Int[Tensor, "b h"]]:
     """Numbers of visible and of hidden groups, ascending.
 
@@ -222,11 +222,11 @@ class TokenEmbedding(nn.Module):
         shared = F.linear(features.amax(2, keepdim=True), of_group, self.group.bias)
         return self.out((F.linear(features, of_point) + shared).relu()).amax(2)
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #c7dd9725
+# %% ../../nbs/sampled/57_autoencoder.ipynb #a0e39630
 class _Blocks(nn.Module):
     "Layers with the position added before each of them, and a normalisation at the end."
 
-    def __init__(self, dim, depth, heads, hidden, attention, dropout, options):
+    def __init__(self, dim, depth, heads, hidden, attention, dropout=0.0, **options):
         super().__init__()
         self.position = nn.Sequential(nn.Linear(3, 128), nn.GELU(), nn.Linear(128, dim))
         self.layers = nn.ModuleList(
@@ -240,7 +240,7 @@ class _Blocks(nn.Module):
             infos.append(info)
         return self.norm(x), infos
 
-
+# %% ../../nbs/sampled/57_autoencoder.ipynb #647cdfb1
 class PointEncoder(nn.Module):
     """Groups of points to features: tokens, positions, transformer layers.
 
@@ -265,7 +265,7 @@ class PointEncoder(nn.Module):
         super().__init__()
         self.dim = dim
         self.token = TokenEmbedding(dim, token_hidden)
-        self.blocks = _Blocks(dim, depth, heads, hidden or dim, attention, dropout, options)
+        self.blocks = _Blocks(dim, depth, heads, hidden or dim, attention, dropout, **options)
 
     def forward(self, patches: Patches, return_info: bool = False):
         """Features (b, g, dim) of the groups; with `return_info` also what the attention of each layer reports."""
@@ -299,17 +299,16 @@ class Reconstruction(NamedTuple):
         """Mean Chamfer distance of the hidden groups."""
         return chamfer_distance(self.predicted.flatten(0, 1), self.target.flatten(0, 1)).mean()
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #1b279d22
+# %% ../../nbs/sampled/57_autoencoder.ipynb #edaa005d
 class MaskedAutoencoder(nn.Module):
     """Draws hidden groups of a cloud from visible ones.
 
     Sampled Transformer, Sec 5.1; Point-MAE, Sec 3. `SETTINGS` holds the sizes of both.
 
     Args:
-        dim, depth, heads, hidden, attention, token_hidden, dropout, options: see `PointEncoder`.
+        dim, depth, heads, hidden, attention, token_hidden, options: see `PointEncoder`; options may hold its `dropout`.
         decoder_depth: layers of the decoder, with the same attention.
-        groups, group_size: groups of a cloud, points of a group; `groups` for clouds that are not cut yet.
-        ratio: share of groups hidden.
+        groups, group_size: groups of a cloud that is not cut yet, points of a group. ratio: share of groups hidden.
 
     Example:
         >>> small = dict(dim=16, depth=1, heads=4, groups=8, group_size=16, token_hidden=(8, 8, 8))
@@ -320,15 +319,14 @@ class MaskedAutoencoder(nn.Module):
 
     def __init__(self, dim: int = 256, depth: int = 12, heads: int = 8, *, hidden: int | None = None,
                  attention: str = "dense", decoder_depth: int = 1, groups: int = 64, group_size: int = 32,
-                 ratio: float = 0.7, token_hidden: tuple[int, int, int] = (128, 256, 512), dropout: float = 0.0,
-                 **options):
+                 ratio: float = 0.7, token_hidden: tuple[int, int, int] = (128, 256, 512), **options):
         super().__init__()
         hidden_count(groups, ratio)
         self.groups, self.group_size, self.ratio = groups, group_size, ratio
-        self.encoder = PointEncoder(dim, depth, heads, hidden=hidden, attention=attention, token_hidden=token_hidden,
-                                    dropout=dropout, **options)
+        form = dict(hidden=hidden or dim, attention=attention, **options)
+        self.encoder = PointEncoder(dim, depth, heads, token_hidden=token_hidden, **form)
         self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
-        self.decoder = _Blocks(dim, decoder_depth, heads, hidden or dim, attention, dropout, options)
+        self.decoder = _Blocks(dim, decoder_depth, heads, **form)
         self.head = nn.Linear(dim, 3 * group_size)
 
     def forward(self, clouds: Patches | Float[Tensor, "b n 3"], hidden: Bool[Tensor, "b g"] | None = None, *,
