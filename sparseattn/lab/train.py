@@ -485,7 +485,7 @@ def fit(model: nn.Module, batches: Callable[[int], Iterable], loss: Callable, *,
         _loop(_wrap(model, device, processes), state, plan, path, settings, processes, progress)
     return Fitted(model.eval(), state.history, state.best, state.best_epoch, state.best_score, state.stopped)
 
-# %% ../../nbs/lab/21_train.ipynb #8c42a6e4
+# %% ../../nbs/lab/21_train.ipynb #e945b06b
 def side_by_side(function: Callable, calls: Iterable[tuple], workers: int, what: str = "trainings") -> list:
     """Results of `function(*call)` for every call, in order, from `workers` processes, with a progress bar.
 
@@ -496,7 +496,7 @@ def side_by_side(function: Callable, calls: Iterable[tuple], workers: int, what:
         [(3, 1), (2, 1)]
     """
     import joblib
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     calls, before = list(calls), {name: os.environ.get(name) for name in REUSE}
     os.environ.update(REUSE)  # read by a process when it starts

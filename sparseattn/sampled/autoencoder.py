@@ -299,7 +299,7 @@ class Reconstruction(NamedTuple):
         """Mean Chamfer distance of the hidden groups."""
         return chamfer_distance(self.predicted.flatten(0, 1), self.target.flatten(0, 1)).mean()
 
-# %% ../../nbs/sampled/57_autoencoder.ipynb #edaa005d
+# %% ../../nbs/sampled/57_autoencoder.ipynb #4a9b474c
 class MaskedAutoencoder(nn.Module):
     """Draws hidden groups of a cloud from visible ones.
 
@@ -307,7 +307,7 @@ class MaskedAutoencoder(nn.Module):
 
     Args:
         dim, depth, heads, hidden, attention, token_hidden, options: see `PointEncoder`; options may hold its `dropout`.
-        decoder_depth: layers of the decoder, with the same attention.
+        decoder_depth: layers of the decoder. decoder_attention: None takes the encoder's, with its options.
         groups, group_size: groups of a cloud that is not cut yet, points of a group. ratio: share of groups hidden.
 
     Example:
@@ -318,14 +318,16 @@ class MaskedAutoencoder(nn.Module):
     """
 
     def __init__(self, dim: int = 256, depth: int = 12, heads: int = 8, *, hidden: int | None = None,
-                 attention: str = "dense", decoder_depth: int = 1, groups: int = 64, group_size: int = 32,
-                 ratio: float = 0.7, token_hidden: tuple[int, int, int] = (128, 256, 512), **options):
+                 attention: str = "dense", decoder_depth: int = 1, decoder_attention: str | None = None,
+                 groups: int = 64, group_size: int = 32, ratio: float = 0.7,
+                 token_hidden: tuple[int, int, int] = (128, 256, 512), **options):
         super().__init__()
         hidden_count(groups, ratio)
         self.groups, self.group_size, self.ratio = groups, group_size, ratio
         form = dict(hidden=hidden or dim, attention=attention, **options)
         self.encoder = PointEncoder(dim, depth, heads, token_hidden=token_hidden, **form)
         self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
+        form = form if decoder_attention is None else dict(hidden=form["hidden"], attention=decoder_attention)
         self.decoder = _Blocks(dim, decoder_depth, heads, **form)
         self.head = nn.Linear(dim, 3 * group_size)
 
