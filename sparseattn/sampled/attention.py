@@ -491,7 +491,7 @@ def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False)
 
     Example:
         >>> list(cycle_cases(64))
-        ['gather', 'cycle', 'copy', 'dense']
+        ['gather', 'cycle', 'dense', 'copy']
     """
     generator = torch.Generator().manual_seed(n)
     q, k, v = (x.requires_grad_(backward) for x in torch.randn(3, 1, heads, n, width, generator=generator).unbind())
