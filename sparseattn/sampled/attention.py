@@ -6,7 +6,7 @@
 __all__ = ['cycle_attention', 'opening_pattern', 'window_attention', 'sample_two_keys', 'random_keys_attention',
            'SampledAttention', 'composed_windows', 'cycle_cases', 'cycle_cases_backward']
 
-# %% ../../nbs/sampled/51_attention.ipynb #a6a64421
+# %% ../../nbs/sampled/51_attention.ipynb #b91f24e9
 import itertools
 
 import torch
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_mask, check_qkv,
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_mask, check_qkv,
                                        check_qkv_form, checked_cloud, dense_attention, hide_masked)
 from ..core.transformer import head_channels, register_attention
 from .cycles import _advance, _real_first, check_order, cycle_successor, sample_cycle, shift_attention
@@ -35,8 +35,9 @@ def _clear(x, mask):
     "Rows (b, h, n, d) of padding set to 0, whatever they hold."
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
 
-# %% ../../nbs/sampled/51_attention.ipynb #acf64105
+# %% ../../nbs/sampled/51_attention.ipynb #1ce9e505
 _PIECE = 4096  # rows whose temporaries stay in the cache
+_WHOLE = 2**19  # numbers, up to which whole tensors stay there
 
 
 def _two_rows(x, pairs, weights):
@@ -54,57 +55,82 @@ def _products_of_difference(x, pairs, y):
         torch.sum(_two_rows(x, chosen, difference[: len(rows)]).mul_(rows), 1, out=result)
     return out
 
-# %% ../../nbs/sampled/51_attention.ipynb #7f8c82d6
+
+def _pairs(following):
+    "Each row's number, and that of the next row."
+    return torch.stack([torch.arange(len(following), device=following.device), following], 1)
+
+# %% ../../nbs/sampled/51_attention.ipynb #973c97e8
+def _attend(q, k, v, following, scale):
+    "Output, share of the next row, and score, by rows."
+    if q.is_cuda or q.numel() <= _WHOLE:
+        ahead = k.index_select(0, following)  # used three times: taking a new large array costs more than filling it
+        score = ahead.sub_(k).mul_(q).sum(1).mul_(scale)
+        share, ahead = score.sigmoid(), ahead if v.shape == k.shape else torch.empty_like(v)
+        torch.index_select(v, 0, following, out=ahead)
+        return torch.lerp(v, ahead, share[:, None], out=ahead), share, score
+    pairs = _pairs(following)
+    score = _products_of_difference(k, pairs, q).mul_(scale)
+    share = score.sigmoid()
+    return _two_rows(v, pairs, torch.stack([1 - share, share], 1)), share, score
+
+
+class _NotFinite(Exception):
+    "A score or an output is not finite."
+
+
 class _CycleAttention(torch.autograd.Function):
-    "Rows of queries, keys and values; pairs of each row's number with that of the next row, and of the row before."
+    "Rows of queries, keys and values, and the number of the row after each; `watch` raises `_NotFinite`."
 
     @staticmethod
-    def forward(ctx, q, k, v, pairs, before, scale):
-        share = _products_of_difference(k, pairs, q).mul_(scale).sigmoid_()
-        weights = torch.stack([1 - share, share], 1)
-        ctx.save_for_backward(q, k, v, pairs, before, weights)
+    def forward(ctx, q, k, v, following, scale, watch):
+        out, share, score = _attend(q, k, v, following, scale)
+        if watch and not (score.sum() + out.sum()).isfinite():
+            raise _NotFinite
+        ctx.save_for_backward(q, k, v, following, share)
         ctx.scale = scale
-        return _two_rows(v, pairs, weights)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, pairs, before, weights = ctx.saved_tensors
-        to_score = _products_of_difference(v, pairs, grad).mul_(weights[:, 0]).mul_(weights[:, 1]).mul_(ctx.scale)
-        own = torch.stack([-to_score, to_score], 1)
-        back = before[:, 1]
+        q, k, v, following, share = ctx.saved_tensors
+        pairs = _pairs(following)
+        back = torch.empty_like(following).scatter_(0, following, pairs[:, 0])
+        before, own = _pairs(back), 1 - share
+        to_score = _products_of_difference(v, pairs, grad).mul_(own).mul_(share).mul_(ctx.scale)
+        to_q = _two_rows(k, pairs, torch.stack([-to_score, to_score], 1))
         to_k = _two_rows(q, before, torch.stack([-to_score, to_score[back]], 1))
-        to_v = _two_rows(grad, before, torch.stack([weights[:, 0], weights[back, 1]], 1))
-        return _two_rows(k, pairs, own), to_k, to_v, None, None, None
+        to_v = _two_rows(grad, before, torch.stack([own, share[back]], 1))
+        return to_q, to_k, to_v, None, None, None
 
-# %% ../../nbs/sampled/51_attention.ipynb #a2f6b3f8
-def _numbered(after, batch, heads, by_point):
-    "Pairs of each row's number and that of the next row, and the same for the row before; (rows, 2) both."
+# %% ../../nbs/sampled/51_attention.ipynb #692529dd
+def _next_row(after, batch, heads, by_point):
+    "Number of the row after each row."
     n = after.shape[-1]
-    clouds, head = (torch.arange(size, device=after.device) for size in (batch, heads))
-    step, between = (heads, 1) if by_point else (1, n)  # from point to point, and from head to head
-    first = clouds.view(-1, 1, 1) * heads * n + head.view(1, -1, 1) * between
-    nxt = (first + after * step).expand(batch, heads, n)
-    nxt = (nxt.transpose(1, 2) if by_point else nxt).flatten()
-    own = torch.arange(len(nxt), device=after.device)
-    return torch.stack([own, nxt], 1), torch.stack([own, torch.empty_like(own).scatter_(0, nxt, own)], 1)
+    if by_point:
+        start = torch.arange(0, batch * heads * n, heads * n, device=after.device).view(-1, 1, 1)
+        rows = after.transpose(1, 2) * heads + torch.arange(heads, device=after.device) + start
+    else:
+        rows = after + torch.arange(0, batch * heads * n, n, device=after.device).view(batch, heads, 1)
+    return rows.flatten()
 
 
-def _cycle_attention(q, k, v, order, scale, mask):
+def _cycle_attention(q, k, v, order, scale, mask, watch=False):
     "`order` (r, s, n), checked."
     batch, heads, n, d = q.shape
-    q, k, v = (_clear(x, mask) for x in (q, k, v))
+    dtype, (q, k, v) = q.dtype, (_clear(x, mask) for x in (q, k, v))
     by_point = q.transpose(1, 2).is_contiguous()
     rows = [(x.transpose(1, 2) if by_point else x).reshape(batch * heads * n, -1) for x in (q, k, v)]
-    low = q.dtype in (torch.float16, torch.bfloat16)
-    rows = [x.float() for x in rows] if low else rows
+    rows = [x.float() for x in rows] if dtype in (torch.float16, torch.bfloat16) else rows
     order, count = _moved(order, mask)
-    pairs, before = _numbered(_advance(order, 1, count), batch, heads, by_point)
-    out = _CycleAttention.apply(*rows, pairs, before, d**-0.5 if scale is None else scale).to(q.dtype)
+    after = _advance(order, 1, count)
+    following = _next_row(after, batch, heads, by_point)
+    out = _CycleAttention.apply(*rows, following, d**-0.5 if scale is None else scale, watch).to(dtype)
     out = out.view(batch, n, heads, -1).transpose(1, 2) if by_point else out.view(batch, heads, n, -1)
     return _clear(out, mask)
 
-# %% ../../nbs/sampled/51_attention.ipynb #9a53d3c8
+# %% ../../nbs/sampled/51_attention.ipynb #75f9c7c0
 def _check_input(q, k, v, order, mask, impl):
     check_qkv_form(q, k, v, mask)
     if q.shape[2] != k.shape[2]:
@@ -146,11 +172,11 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
         own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device).expand(*order.shape, -1)
         pattern = own.scatter(-1, _advance(order, 1, count)[..., None], True)
         return dense_attention(q, k, v, pattern=pattern, scale=scale, mask=mask)
-    check_finite("q", _clear(q, mask))
-    out = _cycle_attention(q, k, v, _three(order), scale, mask)
-    if not out.detach().sum().isfinite():
+    try:
+        return _cycle_attention(q, k, v, _three(order), scale, mask, watch=True)
+    except _NotFinite:
         check_qkv(q, k, v, mask)
-    return out
+    return _cycle_attention(q, k, v, _three(order), scale, mask)
 
 # %% ../../nbs/sampled/51_attention.ipynb #697722f9
 def opening_pattern(order: Int[Tensor, "n"], window: int) -> Bool[Tensor, "n n"]:
@@ -339,7 +365,7 @@ def random_keys_attention(q: Float[Tensor, "b h m d"], k: Float[Tensor, "b h n d
     out = torch.lerp(v1, v2, share)
     return out if mask is None else out.masked_fill(~mask.any(1)[:, None, None, None], 0)
 
-# %% ../../nbs/sampled/51_attention.ipynb #d3133c84
+# %% ../../nbs/sampled/51_attention.ipynb #173e2ac2
 _RESAMPLE = ("layer", "batch", "fixed")
 
 
@@ -423,13 +449,13 @@ class SampledAttention(nn.Module):
 
     def _info(self, x, mask, order):
         real = [x.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
-        pairs = sum(_pairs(n, self.window, self.cycles) for n in real)
+        pairs = sum(_scored(n, self.window, self.cycles) for n in real)
         everything = sum(n * n for n in real)
         return AttentionInfo(order, self.heads * pairs, pairs / everything if everything else 0.0,
                              4 * self.heads * pairs * self.head_dim)
 
 
-def _pairs(n, window, cycles):
+def _scored(n, window, cycles):
     "Scores of one head and cloud: each point and its neighbours of each cycle, or the windows' pairs."
     if cycles > 1:
         return n * min(n, 1 + cycles)
@@ -475,7 +501,7 @@ def composed_windows(layer: nn.Module, x: Float[Tensor, "b n c"], order: Int[Ten
         result = result.index_add(1, written, update[:, : len(written)])
     return result
 
-# %% ../../nbs/sampled/51_attention.ipynb #db93327c
+# %% ../../nbs/sampled/51_attention.ipynb #df3f93c5
 def _gathered(q, k, v, order):
     "Attention to a point and the next by gathering both, the form one writes first."
     after = cycle_successor(order)

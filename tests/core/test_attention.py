@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from sparseattn.core.attention import attention_logits, check_mask, check_points, dense_attention, merge_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparseattn.core.attention import (
+    attention_logits,
+    check_mask,
+    check_points,
+    dense_attention,
+    edge_attention,
+    merge_attention,
+)
 
 KERNELS = ("softmax", "gaussian")
 
@@ -254,3 +263,18 @@ def test_refuses_an_empty_batch_and_patterns_that_do_not_fit():
         dense_attention(x, x, x, pattern=torch.ones(4, 5, dtype=torch.bool))
     with pytest.raises((TypeError, ValueError), match="pattern"):
         dense_attention(x, x, x, pattern=torch.ones(5, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_a_query_without_edges_gets_zero_where_all_pairs_are_cheaper(dtype, grad, kernel):
+    q, k, v = (torch.randn(1, 1, 6, 8, dtype=dtype, requires_grad=grad) for _ in range(3))
+    full = torch.ones(1, 6, 6, dtype=torch.bool)
+    full[:, 3] = False
+    with sdpa_kernel([kernel, SDPBackend.MATH]):
+        out = edge_attention(q, k, v, full.nonzero().T)
+    assert out[0, 0, 3].eq(0).all() and out[0, 0, [0, 1, 2, 4, 5]].ne(0).all()
+    if grad:
+        out.square().sum().backward()
+        assert q.grad[0, 0, 3].eq(0).all() and all(x.grad.isfinite().all() for x in (q, k, v))
