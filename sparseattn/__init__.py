@@ -11,11 +11,20 @@ The layers drop into a model and need torch, numpy and scipy only:
 from sparseattn import baselines  # its modules join the registry
 from sparseattn.core.transformer import Encoder, attention_names
 from sparseattn.hept.attention import HEPTAttention
+from sparseattn.pat.layers import GroupShuffleAttention
 from sparseattn.sampled.attention import SampledAttention
 from sparseattn.sbm.attention import SBMAttention
 
 __version__ = "0.1.0"
-__all__ = ["Encoder", "HEPTAttention", "SBMAttention", "SampledAttention", "attentions", "baselines"]
+__all__ = [
+    "Encoder",
+    "GroupShuffleAttention",
+    "HEPTAttention",
+    "SBMAttention",
+    "SampledAttention",
+    "attentions",
+    "baselines",
+]
 
 
 def attentions() -> list[str]:

@@ -275,7 +275,12 @@ def load_furniture(name: str = "fixture", *, root: str | Path | None = None) -> 
         return _fixture_furniture()
     return _home_furniture(load_meshes("sweethome", root=root))
 
-# %% ../../nbs/data/13_scenes.ipynb #7468243f
+# %% ../../nbs/data/13_scenes.ipynb #50b9d73d
+_SOURCES = {"fixture": "the package's fixture (Sweet Home 3D, Blend Swap CC0), usual sizes, invented colours",
+            "sweethome": "Sweet Home 3D furniture (Debian sweethome3d-furniture; CC BY 3.0 and CC0, authors by "
+                         "library)"}
+
+
 def _furniture(name: str, rows: list[tuple], shapes: MeshSet | Shapes) -> Furniture:
     """From rows (name, kind, family, size, row)."""
     areas = assign_areas([row[1] for row in rows], [row[2] for row in rows]).tolist()
@@ -766,11 +771,8 @@ def scan_layout(surface: Surface, layout: Layout, *, jitter: float = 0.004) -> S
     x = x + rng.normal(0, jitter, x.shape)
     return Surface(x, normals, colours, surface.labels[seen], surface.objects[seen], surface.names)
 
-# %% ../../nbs/data/13_scenes.ipynb #801811b3
+# %% ../../nbs/data/13_scenes.ipynb #28aefb38
 _SIMULATED = "composed rooms, not S3DIS"
-_SOURCES = {"fixture": "the package's fixture (Sweet Home 3D, Blend Swap CC0), usual sizes, invented colours",
-            "sweethome": "Sweet Home 3D furniture (Debian sweethome3d-furniture; CC BY 3.0 and CC0, authors by "
-                         "library)"}
 
 
 def _packed_room(furniture: Furniture, area: int, number: int, density: float, scan: bool, seed: int) -> dict:
