@@ -30,8 +30,8 @@ fi
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 grep -v '^torch==' constraints.txt >"$constraints" # torch is chosen above
-echo "set-up: installing sparseattn and its notebooks, dev extras (minutes)"
-pip install -c "$constraints" -e '.[notebooks,dev]'
+echo "set-up: installing sparseattn and its notebooks, mol, dev extras (minutes)"
+pip install -c "$constraints" -e '.[notebooks,mol,dev]'
 hep=$(sed -n 's/^hep_requirements *= *//p' settings.ini)
 # shellcheck disable=SC2086
 pip install -c "$constraints" --only-binary=:all: $hep 2>/dev/null ||

@@ -135,7 +135,7 @@ def threshold_events(blocks: Iterable[np.ndarray], step: float, threshold: float
     order = np.argsort(t, kind="stable")
     return t[order], pixel[order], brighter[order]
 
-# %% ../../nbs/data/14_gestures.ipynb #f4711622
+# %% ../../nbs/data/14_gestures.ipynb #403c1dea
 _SIDE = 128                                                         # pixels a row and a column
 
 
@@ -152,7 +152,7 @@ class Sensor:
         ValueError: a number that no camera can have.
 
     Example:
-        >>> Sensor(mismatch=0.0).thresholds().max()
+        >>> float(Sensor(mismatch=0.0).thresholds().max())
         0.2
     """
 
