@@ -13,6 +13,7 @@ from sparseattn.core.transformer import Encoder, attention_names
 from sparseattn.hept.attention import HEPTAttention
 from sparseattn.pat.layers import GroupShuffleAttention
 from sparseattn.sampled.attention import SampledAttention
+from sparseattn.samsa.attention import SAMSAAttention
 from sparseattn.sbm.attention import SBMAttention
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "Encoder",
     "GroupShuffleAttention",
     "HEPTAttention",
+    "SAMSAAttention",
     "SBMAttention",
     "SampledAttention",
     "attentions",

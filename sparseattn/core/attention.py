@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# %% ../../nbs/core/00_attention.ipynb #49e0127c
+# %% ../../nbs/core/00_attention.ipynb #1c31a2e6
 def check_points(name: str, x: Tensor, dims: int) -> None:
     """Refuse a tensor that is not floating, has the wrong number of dimensions, an empty one, or non-finite entries.
 
@@ -58,7 +58,7 @@ def check_finite(name: str, x: Tensor) -> None:
         >>> check_finite("q", torch.zeros(3))
     """
     # the sum is finite only if every entry is; it is several times cheaper than looking at each, and may overflow
-    if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
+    if not math.isfinite(x.sum().item()) and not torch.isfinite(x).all():
         raise ValueError(f"{name} holds NaN or infinite entries")
 
 
@@ -343,7 +343,7 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     rows = (x.flatten(0, 2) for x in (q, k, v))
     return uncompiled(_EdgeAttention.apply)(*rows, presence, row, column, scale, rule).view(batch, heads, n, -1).to(dtype)
 
-# %% ../../nbs/core/00_attention.ipynb #3d63eca2
+# %% ../../nbs/core/00_attention.ipynb #1ed34c51
 _TWICE = "edges: each (head, query, key) may be there once, found one twice"
 
 
@@ -355,7 +355,7 @@ def _check_edges(edges, graphs, n, m):
     if not edges.shape[1]:
         return
     for name, index, size in zip(("head", "query", "key"), edges, (graphs, n, m), strict=True):
-        low, high = index.aminmax()
+        low, high = (x.item() for x in index.aminmax())
         if not (0 <= low and high < size):
             raise ValueError(f"edges: the {name} must lie in 0..{size - 1}, found {low} to {high}")
 
@@ -363,14 +363,19 @@ def _check_edges(edges, graphs, n, m):
 def _edge_list(edges, n, m):
     "Queries and keys of all heads numbered through, sorted by query and key, and that order (None: as they came)."
     graph, query, key = edges
-    row, column = graph * n + query, graph * m + key
-    number, order = row * m + key, None
-    if (number.diff() <= 0).any():
+    row, column = query.add(graph, alpha=n), key.add(graph, alpha=m)
+    number, order = key.add(row, alpha=m), None
+    if (number[1:] <= number[:-1]).any():
         number, order = number.sort()
         row, column = row[order], column[order]
-        if (number.diff() == 0).any():
+        if (number[1:] == number[:-1]).any():
             raise ValueError(_TWICE)
-    return row, column, order
+    return row, _short(column, len(row)), order
+
+
+def _short(index, edges):
+    "The index in half the bytes, where they can number so many edges."
+    return index.int() if edges < 2**31 else index
 
 # %% ../../nbs/core/00_attention.ipynb #6ddab1d5
 PRESENCE_RULES = ("score", "weight", "removal")
@@ -390,15 +395,16 @@ def _presence_gradient(rule, g, scores, w, alone, value):
     # a weight that rounds to 1 among others leaves a gradient that is all rounding; the bound keeps it finite
     return g if rule == "weight" else torch.where(alone, value, g / (1 - w).clamp(min=torch.finfo(w.dtype).eps))
 
-# %% ../../nbs/core/00_attention.ipynb #c744943d
+# %% ../../nbs/core/00_attention.ipynb #24d740cc
 # share of all pairs from which working on all of them is cheaper than working on the list
 _ALL_PAIRS = 0.2
 
 
 def _on_all_pairs(q, k, v, edges, presence, rule, scale, impl):
-    shape = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
-    pattern = torch.zeros(shape, dtype=torch.bool, device=q.device)
-    pattern[tuple(edges)] = True
+    graphs, n, m = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    graph, query, key = edges
+    number = key.add(query.add(graph, alpha=n), alpha=m)
+    pattern = torch.zeros(graphs * n * m, dtype=torch.bool, device=q.device).index_fill_(0, number, True).view(graphs, n, m)
     if pattern.count_nonzero() != edges.shape[1]:
         raise ValueError(_TWICE)
     pairs = pattern.view(*q.shape[:3], -1)
@@ -472,24 +478,26 @@ def uncompiled(function):
     """
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
-# %% ../../nbs/core/00_attention.ipynb #9d45294c
+# %% ../../nbs/core/00_attention.ipynb #a5380647
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # once a process, at any use
 _LARGE = 60.0  # exp(60) leaves room to sum 1e12 of them in float32
 
 
-def _sparse(starts, column, values, size):
-    return torch.sparse_csr_tensor(starts, column, values, size, check_invariants=False)
-
-
 def _products(starts, column, a, b, scale=1.0):
     "scale * a @ b.T where the list says."
-    pattern = _sparse(starts, column, a.new_zeros(len(column)), (len(a), len(b)))
+    zeros = a.new_zeros(len(column))
+    pattern = torch.sparse_csr_tensor(starts, column, zeros, (len(a), len(b)), check_invariants=False)
     return torch.sparse.sampled_addmm(pattern, a, b.T, beta=0.0, alpha=scale).values()
+
+
+def _sums(starts, column, values, x):
+    "The matrix that the list and its values make, times x."
+    return nn.functional.embedding_bag(column, x, starts, mode="sum", per_sample_weights=values, include_last_offset=True)
 
 
 def _weights(scores, row, queries):
     "Exponentials of the scores, divided by that of the largest score of the row if any is large."
-    if len(scores) and scores.abs().amax() > _LARGE:
+    if len(scores) and max(map(abs, (x.item() for x in scores.aminmax()))) > _LARGE:
         largest = scores.new_full((queries,), -math.inf).scatter_reduce_(0, row, scores, "amax")
         scores = scores - largest[row]
     return scores.exp()
@@ -497,25 +505,25 @@ def _weights(scores, row, queries):
 
 def _transposed(row, column, keys):
     "Starts of the rows of the transposed list, its columns, and the place of its entries in the list."
-    order = column.argsort(stable=True)
-    return _starts(column, keys), row[order], order
+    column, order = column.sort(stable=True)
+    return _starts(column, keys), _short(row, len(row))[order], order
 
 
 def _starts(row, count):
-    starts = torch.zeros(count + 1, dtype=row.dtype, device=row.device)
-    torch.cumsum(torch.bincount(row, minlength=count), 0, out=starts[1:])
-    return starts
+    "Where each row starts in a list sorted by rows, and its end."
+    rows = torch.arange(count + 1, dtype=row.dtype, device=row.device)
+    return torch.searchsorted(row, rows, out_int32=len(row) < 2**31)
 
-# %% ../../nbs/core/00_attention.ipynb #151ab5be
+# %% ../../nbs/core/00_attention.ipynb #e84203cf
 class _EdgeAttention(torch.autograd.Function):
     "Softmax attention on rows of queries and keys of all heads, and a list sorted by row."
 
     @staticmethod
     def forward(ctx, q, k, v, presence, row, column, scale, rule):
-        starts, size = _starts(row, len(q)), (len(q), len(k))
+        starts = _starts(row, len(q))
         scores = _products(starts, column, q, k, scale)
         w = _weights(scores, row, len(q))
-        sums = _sparse(starts, column, w, size) @ torch.cat([v, v.new_ones(len(v), 1)], 1)
+        sums = _sums(starts, column, w, torch.cat([v, v.new_ones(len(v), 1)], 1))
         total = sums[:, -1:].masked_fill(sums[:, -1:] == 0, 1)
         out = sums[:, :-1] / total
         scores = scores if ctx.needs_input_grad[3] and rule == "score" else None
@@ -527,7 +535,7 @@ class _EdgeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, row, column, starts, w, total, out, scores = ctx.saved_tensors
-        grad, size = grad / total, (len(q), len(k))
+        grad = grad / total
         pair = torch.cat([grad, -(grad * out).sum(1, keepdim=True)], 1)
         s = _products(starts, column, pair, torch.cat([v, v.new_ones(len(v), 1)], 1)).mul_(w)
         to_presence = None
@@ -535,9 +543,9 @@ class _EdgeAttention(torch.autograd.Function):
             share, alone = w / total.flatten()[row], (starts.diff() == 1)[row]
             value = _products(starts, column, grad * total, v) if ctx.rule == "removal" and alone.any() else s
             to_presence = _presence_gradient(ctx.rule, s, scores, share, alone, value)
-        to_q = (_sparse(starts, column, s, size) @ k).mul_(ctx.scale)
+        to_q = _sums(starts, column, s, k).mul_(ctx.scale)
         back_starts, back_column, order = _transposed(row, column, len(k))
-        to_k, to_v = (_sparse(back_starts, back_column, x[order], size[::-1]) @ y for x, y in ((s, q), (w, grad)))
+        to_k, to_v = (_sums(back_starts, back_column, x[order], y) for x, y in ((s, q), (w, grad)))
         return to_q, to_k.mul_(ctx.scale), to_v, to_presence, None, None, None, None
 
 # %% ../../nbs/core/00_attention.ipynb #7a8271b3
@@ -568,7 +576,7 @@ def straight_through_presence(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h
     """
     return _on_list(a, b, edges, True)
 
-# %% ../../nbs/core/00_attention.ipynb #935b55a3
+# %% ../../nbs/core/00_attention.ipynb #31e12607
 def _on_list(a, b, edges, ones):
     for name, x in (("a", a), ("b", b)):
         check_points(name, x, 4)
@@ -590,10 +598,9 @@ class _EdgeProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         a, b, row, column = ctx.saved_tensors
-        starts, size = _starts(row, len(a)), (len(a), len(b))
-        to_a = _sparse(starts, column, grad.contiguous(), size) @ b
+        to_a = _sums(_starts(row, len(a)), column, grad.contiguous(), b)
         back_starts, back_column, order = _transposed(row, column, len(b))
-        return to_a, _sparse(back_starts, back_column, grad[order], size[::-1]) @ a, None, None, None
+        return to_a, _sums(back_starts, back_column, grad[order], a), None, None, None
 
 # %% ../../nbs/core/00_attention.ipynb #ec5ac7d4
 def merge_attention(outputs: Float[Tensor, "p ... n e"],

@@ -819,8 +819,8 @@ def _ready_made(task: str, root: str | Path | None, split: str) -> Peptides:
     names = FUNCTIONS if task == "func" else STRUCTURES
     return _set(task, f"Peptides-{task} (LRGB), official split", join_graphs(graphs), targets, names, [])
 
-# %% ../../nbs/data/18_peptides.ipynb #e23b7eb5
-def build_conformers(path: str | Path | None = None, *, counts: tuple[int, int, int] = (304, 40, 120), atoms: int = 90,
+# %% ../../nbs/data/18_peptides.ipynb #6a52f55c
+def build_conformers(path: str | Path | None = None, *, counts: tuple[int, int, int] = (400, 40, 240), atoms: int = 90,
                      seeds: Sequence[int] = (0, 1), workers: int = 1, progress: bool = True,
                      root: str | Path | None = None, cache: str | Path | None = None) -> dict[str, np.ndarray]:
     """Shapes of official peptides from conformers of RDKit, a stand-in for the official numbers.

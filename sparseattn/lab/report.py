@@ -43,7 +43,7 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float
     figure, axes = plt.subplots(rows, columns, figsize=(columns * width, rows * height), **options)
     return figure, np.atleast_1d(axes).ravel()
 
-# %% ../../nbs/lab/24_report.ipynb #9af52cbf
+# %% ../../nbs/lab/24_report.ipynb #23dd976d
 _COLOURS = {
     "exact": "#000000", "dense": "#000000", "zero": "#8c8c8c", "random": "#8c8c8c", "none": "#8c8c8c",
     "floor": "#8c8c8c", "paper": "#CC79A7", "released": "#CC79A7", "data": "#000000", "simulation": "#0072B2",
@@ -52,7 +52,8 @@ _COLOURS = {
     "linear": "#E69F00", "linformer": "#56B4E9", "reformer": "#D55E00", "performer": "#CC79A7", "nystrom": "#0072B2",
     "window": "#8c8c8c", "sbm": "#009E73", "sbm-fastrg": "#66C2A5", "sbm-weight": "#5b3a8c", "sbm-removal": "#a6761d",
     "sampled": "#E69F00", "sparse": "#0072B2", "knn": "#009E73", "inducing": "#56B4E9", "stratified": "#D55E00",
-    "gather": "#8c8c8c", "pat": "#D55E00", "samsa": "#F0E442",
+    "gather": "#8c8c8c", "indexed": "#bdbdbd", "compiled": "#5b3a8c", "pat": "#D55E00", "samsa": "#b8a900",
+    "pointnet": "#0072B2", "pointnet2": "#56B4E9", "dgcnn": "#009E73",
 }
 
 

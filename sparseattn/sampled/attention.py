@@ -4,10 +4,13 @@
 
 # %% auto #0
 __all__ = ['cycle_attention', 'opening_pattern', 'window_attention', 'sample_two_keys', 'random_keys_attention',
-           'SampledAttention', 'composed_windows', 'cycle_cases', 'cycle_cases_backward']
+           'SampledAttention', 'composed_windows', 'cycle_cases', 'cycle_cases_backward', 'cycle_cases_compiled',
+           'cycle_cases_backward_compiled']
 
-# %% ../../nbs/sampled/51_attention.ipynb #b91f24e9
+# %% ../../nbs/sampled/51_attention.ipynb #5485a6ec
+import functools
 import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -60,10 +63,15 @@ def _pairs(following):
     "Each row's number, and that of the next row."
     return torch.stack([torch.arange(len(following), device=following.device), following], 1)
 
-# %% ../../nbs/sampled/51_attention.ipynb #973c97e8
+# %% ../../nbs/sampled/51_attention.ipynb #50b4a84b
+def _whole(q):
+    "Whether the formula is written down for whole tensors."
+    return torch.compiler.is_compiling() or q.is_cuda or q.numel() <= _WHOLE
+
+
 def _attend(q, k, v, following, scale):
     "Output, share of the next row, and score, by rows."
-    if q.is_cuda or q.numel() <= _WHOLE:
+    if _whole(q):
         ahead = k.index_select(0, following)  # used three times: taking a new large array costs more than filling it
         score = ahead.sub_(k).mul_(q).sum(1).mul_(scale)
         share, ahead = score.sigmoid(), ahead if v.shape == k.shape else torch.empty_like(v)
@@ -73,6 +81,22 @@ def _attend(q, k, v, following, scale):
     score = _products_of_difference(k, pairs, q).mul_(scale)
     share = score.sigmoid()
     return _two_rows(v, pairs, torch.stack([1 - share, share], 1)), share, score
+
+
+def _attend_backward(q, k, v, following, share, scale, grad):
+    "Gradients by queries, keys and values."
+    pairs, own = _pairs(following), 1 - share
+    back = torch.empty_like(following).scatter_(0, following, pairs[:, 0])
+    if _whole(q):
+        to_score = v.index_select(0, following).sub_(v).mul_(grad).sum(1).mul_(own).mul_(share).mul_(scale)[:, None]
+        to_q = k.index_select(0, following).sub_(k).mul_(to_score)
+        to_k, to_next = to_score * q, grad * share[:, None]
+        return to_q, to_k.index_select(0, back) - to_k, (grad - to_next).add_(to_next.index_select(0, back))
+    before = _pairs(back)
+    to_score = _products_of_difference(v, pairs, grad).mul_(own).mul_(share).mul_(scale)
+    to_q = _two_rows(k, pairs, torch.stack([-to_score, to_score], 1))
+    to_k = _two_rows(q, before, torch.stack([-to_score, to_score[back]], 1))
+    return to_q, to_k, _two_rows(grad, before, torch.stack([own, share[back]], 1))
 
 
 class _NotFinite(Exception):
@@ -85,7 +109,7 @@ class _CycleAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, following, scale, watch):
         out, share, score = _attend(q, k, v, following, scale)
-        if watch and not (score.sum() + out.sum()).isfinite():
+        if watch and not math.isfinite(score.sum() + out.sum()):
             raise _NotFinite
         ctx.save_for_backward(q, k, v, following, share)
         ctx.scale = scale
@@ -94,15 +118,7 @@ class _CycleAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, following, share = ctx.saved_tensors
-        pairs = _pairs(following)
-        back = torch.empty_like(following).scatter_(0, following, pairs[:, 0])
-        before, own = _pairs(back), 1 - share
-        to_score = _products_of_difference(v, pairs, grad).mul_(own).mul_(share).mul_(ctx.scale)
-        to_q = _two_rows(k, pairs, torch.stack([-to_score, to_score], 1))
-        to_k = _two_rows(q, before, torch.stack([-to_score, to_score[back]], 1))
-        to_v = _two_rows(grad, before, torch.stack([own, share[back]], 1))
-        return to_q, to_k, to_v, None, None, None
+        return *_attend_backward(*ctx.saved_tensors, ctx.scale, grad), None, None, None
 
 # %% ../../nbs/sampled/51_attention.ipynb #692529dd
 def _next_row(after, batch, heads, by_point):
@@ -130,12 +146,13 @@ def _cycle_attention(q, k, v, order, scale, mask, watch=False):
     out = out.view(batch, n, heads, -1).transpose(1, 2) if by_point else out.view(batch, heads, n, -1)
     return _clear(out, mask)
 
-# %% ../../nbs/sampled/51_attention.ipynb #75f9c7c0
+# %% ../../nbs/sampled/51_attention.ipynb #8a1db469
 def _check_input(q, k, v, order, mask, impl):
     check_qkv_form(q, k, v, mask)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"a cycle needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
-    check_order("order", order, q.shape[2])
+    if not torch.compiler.is_compiling():  # a look at values would cut the compiled function in two
+        check_order("order", order, q.shape[2])
     if order.shape[:-1] not in ((), q.shape[:1], q.shape[:2]):
         raise ValueError(f"order must have shape (n,), (b, n) or (b, h, n), got {tuple(order.shape)}")
     check_choice("impl", impl, ("fast", "reference"))
@@ -159,7 +176,7 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
         Weighted means of two values, one point's own value if it is alone. dtype as `q`.
 
     Raises:
-        TypeError, ValueError: see `check_qkv` and `check_order`.
+        TypeError, ValueError: see `check_qkv` and `check_order`; under `torch.compile` values are not looked at.
 
     Example:
         >>> x = torch.tensor([[[[0.0], [3.0], [6.0]]]])
@@ -172,6 +189,8 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
         own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device).expand(*order.shape, -1)
         pattern = own.scatter(-1, _advance(order, 1, count)[..., None], True)
         return dense_attention(q, k, v, pattern=pattern, scale=scale, mask=mask)
+    if torch.compiler.is_compiling():
+        return _cycle_attention(q, k, v, _three(order), scale, mask)
     try:
         return _cycle_attention(q, k, v, _three(order), scale, mask, watch=True)
     except _NotFinite:
@@ -501,28 +520,49 @@ def composed_windows(layer: nn.Module, x: Float[Tensor, "b n c"], order: Int[Ten
         result = result.index_add(1, written, update[:, : len(written)])
     return result
 
-# %% ../../nbs/sampled/51_attention.ipynb #df3f93c5
+# %% ../../nbs/sampled/51_attention.ipynb #768b51bf
+def _both(order):
+    "Each point and the next, (n, 2)."
+    return torch.stack([torch.arange(len(order), device=order.device), cycle_successor(order)], 1)
+
+
+def _of_two(q, keys, values):
+    "Softmax over two keys (b, h, n, 2, d)."
+    scores = torch.einsum("bhnd,bhnsd->bhns", q, keys) * q.shape[3] ** -0.5
+    return torch.einsum("bhns,bhnsd->bhnd", scores.softmax(-1), values)
+
+
+def _indexed(q, k, v, order):
+    both = _both(order)
+    return _of_two(q, k[:, :, both], v[:, :, both])
+
+
 def _gathered(q, k, v, order):
-    "Attention to a point and the next by gathering both, the form one writes first."
-    after = cycle_successor(order)
-    both = torch.stack([torch.arange(len(order), device=order.device), after], 1)
-    scores = torch.einsum("bhnd,bhnsd->bhns", q, k[:, :, both]) * q.shape[3] ** -0.5
-    return torch.einsum("bhns,bhnsd->bhnd", scores.softmax(-1), v[:, :, both])
+    place = _both(order).flatten()[:, None]
+    keys, values = (x.gather(2, place.expand(*x.shape[:2], -1, x.shape[3])).unflatten(2, (-1, 2)) for x in (k, v))
+    return _of_two(q, keys, values)
 
 
-def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False) -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`: gather, the cycle, a copy of four tensors' bytes, dense.
+@functools.cache
+def _compiled():
+    return torch.compile(cycle_attention, dynamic=True, fullgraph=True)
 
-    Dense attention takes part up to 4096 points.
+# %% ../../nbs/sampled/51_attention.ipynb #cb4cc77a
+def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False, compiled: bool = False) -> dict:
+    """Contenders for `python -m sparseattn.lab.measure`: gather, indexing, cycle, dense, a copy of the floor's bytes.
+
+    Dense attention takes part up to 4096 points; the compiled cycle if asked for.
 
     Example:
         >>> list(cycle_cases(64))
-        ['gather', 'cycle', 'dense', 'copy']
+        ['gather', 'indexed', 'cycle', 'dense', 'copy']
     """
     generator = torch.Generator().manual_seed(n)
     q, k, v = (x.requires_grad_(backward) for x in torch.randn(3, 1, heads, n, width, generator=generator).unbind())
     order, source, target = sample_cycle(n, generator=generator), *torch.zeros(2, 2, heads, n, width)
-    cases = {"gather": lambda: _gathered(q, k, v, order), "cycle": lambda: cycle_attention(q, k, v, order)}
+    forms = {"gather": _gathered, "indexed": _indexed, "cycle": cycle_attention}
+    forms |= {"compiled": _compiled()} if compiled else {}
+    cases = {name: lambda f=f: f(q, k, v, order) for name, f in forms.items()}
     if n <= 4096:
         cases["dense"] = lambda: F.scaled_dot_product_attention(q, k, v)
     if backward:
@@ -536,6 +576,26 @@ def cycle_cases_backward(n: int) -> dict:
 
     Example:
         >>> list(cycle_cases_backward(64))
-        ['gather', 'cycle', 'dense']
+        ['gather', 'indexed', 'cycle', 'dense']
     """
     return cycle_cases(n, backward=True)
+
+
+def cycle_cases_compiled(n: int) -> dict:
+    """The contenders of `cycle_cases` and the compiled cycle; needs a C++ compiler.
+
+    Example:
+        >>> "compiled" in cycle_cases_compiled(64)
+        True
+    """
+    return cycle_cases(n, compiled=True)
+
+
+def cycle_cases_backward_compiled(n: int) -> dict:
+    """The contenders of `cycle_cases_compiled`, forward and backward.
+
+    Example:
+        >>> "compiled" in cycle_cases_backward_compiled(64)
+        True
+    """
+    return cycle_cases(n, backward=True, compiled=True)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..core.attention import attention_logits, check_choice, check_count, check_points, check_qkv
 
-# %% ../../nbs/sampled/50_cycles.ipynb #14d0fda1
+# %% ../../nbs/sampled/50_cycles.ipynb #df5e759e
 def check_order(name: str, order: Tensor, n: int | None = None) -> None:
     """Refuse what is not a batch of orders, each of which holds every point from 0 to n - 1 once.
 
@@ -38,17 +38,17 @@ def check_order(name: str, order: Tensor, n: int | None = None) -> None:
     if order.dim() < 1 or 0 in order.shape or (n is not None and order.shape[-1] != n):
         raise ValueError(f"{name} must have shape (..., {n or 'n'}), not empty, got {tuple(order.shape)}")
     low, high = order.aminmax()
-    inside = 0 <= low and high < order.shape[-1]
+    inside = 0 <= low.item() and high.item() < order.shape[-1]
     if not inside or not torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all():
         raise ValueError(f"{name} must hold each point from 0 to {order.shape[-1] - 1} once in every row")
 
-# %% ../../nbs/sampled/50_cycles.ipynb #63b9124e
+# %% ../../nbs/sampled/50_cycles.ipynb #7a2c824a
 def _advance(order, step, count=None):
     "Point `step` places after each point, going round; only the first `count` places are on the cycle."
-    place = torch.arange(order.shape[-1], device=order.device)
     if count is None:
         ahead = order.roll(-step, -1)
     else:
+        place = torch.arange(order.shape[-1], device=order.device)
         target = torch.where(place < count, (place + step) % count.clamp(min=1), place)
         ahead = order.gather(-1, target.expand_as(order))
     return torch.empty_like(order).scatter_(-1, order, ahead)

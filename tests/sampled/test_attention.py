@@ -8,6 +8,7 @@ import torch
 
 from sparseattn.core.attention import dense_attention
 from sparseattn.core.transformer import DenseAttention, Encoder
+from sparseattn.sampled import attention as module
 from sparseattn.sampled.attention import (SampledAttention, composed_windows, cycle_attention, random_keys_attention,
                                           sample_two_keys, window_attention)
 from sparseattn.sampled.cycles import sample_cycle
@@ -39,7 +40,30 @@ def test_equals_dense_on_its_pattern(n, lead, masked):
           lambda *x: cycle_attention(*x, order, mask=mask, impl="reference"), tensors, 1e-12)
 
 
-@pytest.mark.parametrize("n, d", [(1000, 64), (5000, 3), (2049, 16)])
+@pytest.mark.parametrize("n", [1, 2, 7, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_pieces_equal_dense_on_its_pattern(n, masked, monkeypatch):
+    """The form for sets that leave the cache, in pieces of a few rows."""
+    monkeypatch.setattr(module, "_WHOLE", 0)
+    monkeypatch.setattr(module, "_PIECE", 16)
+    test_equals_dense_on_its_pattern(n, (2, 3), masked)
+
+
+@pytest.mark.parametrize("by_point, masked", [(False, False), (True, True)])
+def test_compiled(by_point, masked):
+    """One graph, whatever the size, equal in outputs and gradients."""
+    compiled = torch.compile(cycle_attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (20, 33):
+        order = sample_cycle(n, batch=(2, 3), generator=torch.Generator().manual_seed(n))
+        mask = torch.arange(n) < torch.tensor([[n], [n // 2]]) if masked else None
+        tensors = _inputs(2, 3, n, 5)
+        if by_point:
+            tensors = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
+        _same(lambda *x, o=order, m=mask: compiled(*x, o, mask=m),
+              lambda *x, o=order, m=mask: cycle_attention(*x, o, mask=m, impl="reference"), tensors, 1e-12)
+
+
+@pytest.mark.parametrize("n, d", [(1000, 64), (9000, 64), (5000, 3), (2049, 16)])
 def test_float32_beyond_one_chunk(n, d):
     tensors, order = _inputs(1, 2, n, d), sample_cycle(n, generator=torch.Generator().manual_seed(0))
     exact = _both(lambda *x: cycle_attention(*x, order), tensors)
