@@ -6,7 +6,7 @@
 __all__ = ['block_of', 'multiplicity', 'hept_attention', 'block_info', 'gathered_attention', 'CoordinateDecay', 'PointHash',
            'released_order', 'HEPTAttention', 'forward_cases', 'backward_cases']
 
-# %% ../../nbs/hept/32_attention.ipynb #d79d6326
+# %% ../../nbs/hept/32_attention.ipynb #d736e98a
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..core.attention import (
-    AttentionInfo, attention_logits, check_count, check_finite, check_qkv_form, checked_cloud, hide_masked, masked_softmax)
+    AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_qkv_form, checked_cloud, hide_masked,
+    masked_softmax, uncompiled)
 from ..core.kernels import append_coordinates, softmax_as_gaussian
 from ..core.transformer import head_channels, register_attention
 from .hashing import bucket_labels, combine_labels, draw_buckets, invert, raw_codes, sort_order
@@ -445,7 +446,7 @@ class _BlockAttention(torch.autograd.Function):
             _by_heads(partial(_differentiate_heads, **ctx.options), (*ctx.saved_tensors, grad, *gradients), grad.device)
         return *gradients, None, None, None, None, None, None
 
-# %% ../../nbs/hept/32_attention.ipynb #4a5c6d38
+# %% ../../nbs/hept/32_attention.ipynb #777a9b14
 def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
                    order_q: Int[Tensor, "t b h n"], order_k: Int[Tensor, "t b h n"], *, block_size: int = 100,
                    combine: str = "sum", mask: Bool[Tensor, "b n"] | None = None, floor: float = 0.0,
@@ -485,17 +486,12 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
     dtype = q.dtype
     if dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
-    attend = _attend if impl == "fast" else _reference
+    attend = uncompiled(_attend) if impl == "fast" else _reference
     out = attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=True).to(dtype)
     return (out, block_info(q, v, order_q, order_k, block_size, mask)) if return_info else out
 
 
-def _attend(*args, **options):
-    "The fast form, left alone by `torch.compile`; asking for that at import would load the compiler."
-    return (torch.compiler.disable(_fast) if torch.compiler.is_compiling() else _fast)(*args, **options)
-
-
-def _fast(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=False):
+def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=False):
     """Rows of points and their orders, and back. Entries are checked, if they are, where they are used: group by
     group of heads, while in the cache."""
     batch, heads, n, _ = q.shape
@@ -509,22 +505,17 @@ def _fast(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=Fal
                                 check)
     return out.view(batch, heads, n, -1)
 
-# %% ../../nbs/hept/32_attention.ipynb #1159181d
+# %% ../../nbs/hept/32_attention.ipynb #426899e6
 def _check_options(block_size, combine, floor, impl="fast"):
     check_count("block_size", block_size)
     _check_number("floor", floor, 0)
-    _check_choice("combine", combine, ("sum", "union"))
-    _check_choice("impl", impl, ("fast", "reference"))
+    check_choice("combine", combine, ("sum", "union"))
+    check_choice("impl", impl, ("fast", "reference"))
 
 
 def _check_number(name, value, least):
     if not isinstance(value, Real) or not least <= value < math.inf:
         raise ValueError(f"{name} must be a finite number >= {least}, got {value!r}")
-
-
-def _check_choice(name, value, known):
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _check_orders(q, k, **orders):
@@ -632,7 +623,7 @@ class CoordinateDecay(nn.Module):
         omega = w.sum(1).clamp(max=50).exp().sum(-1)
         return torch.cat([omega[:, :1], omega], -1)
 
-# %% ../../nbs/hept/32_attention.ipynb #77adbe30
+# %% ../../nbs/hept/32_attention.ipynb #8fd62205
 class PointHash(nn.Module):
     """Random directions and region counts, and the orders into which they sort points; HEPT Sec 4.2.
 
@@ -660,7 +651,7 @@ class PointHash(nn.Module):
         check_count("tables", tables)
         check_count("coord_dims", coord_dims)
         _check_number("regions", 1 if regions is None else regions, 1)
-        _check_choice("codes", codes, ("coordinates", "features", "none"))
+        check_choice("codes", codes, ("coordinates", "features", "none"))
         self.block_size, self.regions, self.codes, self.as_released = block_size, regions, codes, as_released
         self.given_labels = None  # aux codes from outside, for the released padding
         functions = 2 if codes == "features" else min(coord_dims, 2)
@@ -748,7 +739,7 @@ def released_order(base, label, bases):
     spread = torch.stack([b.amax(-1) for b in bases]).amax(0) - torch.stack([b.amin(-1) for b in bases]).amin(0)
     return (base if label is None else base + label * spread[..., None]).argsort(-1)
 
-# %% ../../nbs/hept/32_attention.ipynb #47fb164d
+# %% ../../nbs/hept/32_attention.ipynb #6026770d
 @register_attention("hept")
 class HEPTAttention(nn.Module):
     """Multi-head block attention with a local kernel, HEPT Sec 4.
@@ -787,7 +778,7 @@ class HEPTAttention(nn.Module):
                  floor: float = 0.0, as_released: bool = False, generator: torch.Generator | None = None):
         super().__init__()
         _check_options(block_size, combine, floor)
-        _check_choice("kernel", kernel, ("hept", "softmax"))
+        check_choice("kernel", kernel, ("hept", "softmax"))
         self.heads, self.head_dim, self.block_size = heads, head_channels(dim, heads, head_dim), block_size
         self.combine, self.kernel, self.as_released, self.floor = combine, kernel, as_released, floor
         self.coord_dims = coord_dims if kernel == "hept" or codes == "coordinates" else 0
@@ -825,7 +816,7 @@ class HEPTAttention(nn.Module):
         if self.as_released:
             heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20).to(dtype)
         else:
-            heads = _attend(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor).to(dtype)
+            heads = uncompiled(_attend)(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor).to(dtype)
         out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
 
