@@ -29,6 +29,8 @@ from conftest import COLLECTION
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from sparseattn.lab.run import notebook_hash
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = graph.find_notebooks(ROOT)
 BIN = Path(sys.executable).parent
@@ -307,6 +309,7 @@ def test_committed_results(notebook):
     folder = ROOT / "figures" / notebook.stem
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert run["scale"] in graph.SCALES[1:]
+    assert run["notebook_sha256"] == notebook_hash(ROOT / notebook.path)
     files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "run.json"}
     assert files == run["files"]
     publish.check_folder(folder)

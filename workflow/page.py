@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from html import escape
 from importlib import metadata
 from pathlib import Path
@@ -78,24 +79,32 @@ def read_status(root: Path, notebook: graph.Notebook, scale: str) -> dict:
 
 
 def render_notebooks(root: Path, notebooks: list[graph.Notebook], scale: str) -> None:
-    """HTML of the executed copies, in one process; what is newer than its notebook stays."""
+    """HTML of the executed copies, over all cores; what is newer than its notebook stays."""
     todo = []
     for notebook in notebooks:
         source, target = root / notebook.executed(scale), html_path(root, notebook, scale)
         if source.exists() and not (target.exists() and target.stat().st_mtime >= source.stat().st_mtime):
             todo.append((source, target))
-    if not todo:
+    workers = min(len(todo), os.cpu_count() or 1)
+    if workers < 2:
+        for source, target in todo:
+            render(source, target)
         return
+    with ProcessPoolExecutor(workers) as pool:
+        list(pool.map(render, *zip(*todo, strict=True)))
+
+
+def render(source: Path, target: Path) -> None:
+    """HTML of one executed notebook."""
     import nbformat
     from nbconvert import HTMLExporter
 
+    try:
+        notebook = nbformat.read(source, as_version=4)
+    except Exception:  # a copy cut off by a kill: there is nothing to show
+        return
     exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True)
-    for source, target in todo:
-        try:
-            notebook = nbformat.read(source, as_version=4)
-        except Exception:  # a copy cut off by a kill: there is nothing to show
-            continue
-        graph.write_text(target, exporter.from_notebook_node(notebook, {"metadata": {"name": source.stem}})[0])
+    graph.write_text(target, exporter.from_notebook_node(notebook, {"metadata": {"name": source.stem}})[0])
 
 
 def html_path(root: Path, notebook: graph.Notebook, scale: str) -> Path:

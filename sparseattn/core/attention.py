@@ -299,7 +299,7 @@ def masked_softmax(logits: Float[Tensor, "... m"], allowed: Bool[Tensor, "... m"
     weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
     return weights.masked_fill(~allowed, 0)
 
-# %% ../../nbs/core/00_attention.ipynb #4eff7d85
+# %% ../../nbs/core/00_attention.ipynb #3c13c616
 def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"],
                    edges: Int[Tensor, "3 c"], *, scale: float | None = None,
                    presence: Float[Tensor, "c"] | None = None, rule: str = "score",
@@ -341,7 +341,8 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     row, column, order = _edge_list(edges, n, m)
     presence = presence if presence is None or order is None else presence[order]
     rows = (x.flatten(0, 2) for x in (q, k, v))
-    return uncompiled(_EdgeAttention.apply)(*rows, presence, row, column, scale, rule).view(batch, heads, n, -1).to(dtype)
+    out = uncompiled(_attend_on_list)(*rows, presence, row, column, scale, rule)
+    return out.view(batch, heads, n, -1).to(dtype)
 
 # %% ../../nbs/core/00_attention.ipynb #1ed34c51
 _TWICE = "edges: each (head, query, key) may be there once, found one twice"
@@ -514,18 +515,30 @@ def _starts(row, count):
     rows = torch.arange(count + 1, dtype=row.dtype, device=row.device)
     return torch.searchsorted(row, rows, out_int32=len(row) < 2**31)
 
-# %% ../../nbs/core/00_attention.ipynb #e84203cf
-class _EdgeAttention(torch.autograd.Function):
+# %% ../../nbs/core/00_attention.ipynb #ea16fe12
+def _forward(q, k, v, row, column, scale):
+    "Output, and what the gradient needs: starts of rows, weights, their sums, scores."
+    starts = _starts(row, len(q))
+    scores = _products(starts, column, q, k, scale)
+    w = _weights(scores, row, len(q))
+    sums = _sums(starts, column, w, torch.cat([v, v.new_ones(len(v), 1)], 1))
+    total = sums[:, -1:].masked_fill(sums[:, -1:] == 0, 1)
+    return sums[:, :-1] / total, starts, w, total, scores
+
+
+def _attend_on_list(q, k, v, presence, row, column, scale, rule):
     "Softmax attention on rows of queries and keys of all heads, and a list sorted by row."
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, presence)):
+        return _EdgeAttention.apply(q, k, v, presence, row, column, scale, rule)
+    return _forward(q, k, v, row, column, scale)[0]
+
+
+class _EdgeAttention(torch.autograd.Function):
+    "`_attend_on_list` with its gradient."
 
     @staticmethod
     def forward(ctx, q, k, v, presence, row, column, scale, rule):
-        starts = _starts(row, len(q))
-        scores = _products(starts, column, q, k, scale)
-        w = _weights(scores, row, len(q))
-        sums = _sums(starts, column, w, torch.cat([v, v.new_ones(len(v), 1)], 1))
-        total = sums[:, -1:].masked_fill(sums[:, -1:] == 0, 1)
-        out = sums[:, :-1] / total
+        out, starts, w, total, scores = _forward(q, k, v, row, column, scale)
         scores = scores if ctx.needs_input_grad[3] and rule == "score" else None
         ctx.save_for_backward(q, k, v, row, column, starts, w, total, out, scores)
         ctx.scale, ctx.rule = scale, rule

@@ -8,7 +8,7 @@ __all__ = ['FIELD', 'HALF_WIDTH', 'HALF_LENGTH', 'PITCH', 'Cloud', 'helix', 'toy
            'have_pythia', 'generate_particles', 'simulate_events', 'simulated_dataset', 'example_clouds',
            'nearest_sensor', 'load_trackml_csv', 'load_pixel_event', 'load_heptrkx', 'plot_event']
 
-# %% ../../nbs/data/15_collisions.ipynb #e3d7c0a2
+# %% ../../nbs/data/15_collisions.ipynb #03f48222
 import functools
 import importlib.resources
 import importlib.util
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import cached, data_path, load_arrays
+from .cache import cached, data_path, load_arrays, work_through
 
 # %% ../../nbs/data/15_collisions.ipynb #2f2daa7d
 @dataclass(frozen=True, eq=False)
@@ -602,7 +602,7 @@ def generate_particles(event: int, *, seed: int = 0, pileup: float = 200) -> dic
         rows += [(p[0] + spot[0], p[1] + spot[1], p[2] + spot[2], *p[3:]) for p in _collision(process)]
     return dict(zip(("x", "y", "z", "pt", "phi", "eta", "charge"), np.array(rows).reshape(-1, 7).T, strict=True))
 
-# %% ../../nbs/data/15_collisions.ipynb #04fd41ac
+# %% ../../nbs/data/15_collisions.ipynb #e4107c95
 _VERSION = 4        # of the simulation; raise it whenever its output changes
 
 
@@ -618,16 +618,7 @@ def _event_hits(event: int, seed: int, pileup: float, noise: float, root: str | 
 def _fill(task: tuple) -> None:
     _event_hits(*task)
 
-
-def _bar(iterable, total: int, show: bool):
-    """A progress bar where someone is watching."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return iterable
-    return tqdm(iterable, total=total, desc="collisions", unit="event", disable=None if show else True)
-
-# %% ../../nbs/data/15_collisions.ipynb #3f4590af
+# %% ../../nbs/data/15_collisions.ipynb #d4ae8860
 def simulate_events(count: int, *, seed: int = 0, pileup: float = 200, noise: float = 0.057, workers: int = 1,
                     progress: bool = True, root: str | Path | None = None, first: int = 0) -> list[Cloud]:
     """Simulated events, each one cloud of all its pixel hits (about 60,000 at 200 soft collisions); cached one by one.
@@ -657,7 +648,7 @@ def simulate_events(count: int, *, seed: int = 0, pileup: float = 200, noise: fl
         raise ValueError(f"pileup, noise: expected pileup >= 0 and noise in [0, 1), got {pileup!r} and {noise!r}")
     folder = None if root is None else str(root)
     tasks = [(event, seed, pileup, noise, folder) for event in range(first, first + count)]
-    _run(tasks, workers, progress)
+    work_through(_fill, tasks, "collisions", workers=workers, progress=progress)
     source = f"simulated collisions (Pythia 8, {pileup:g} soft + top pair, seed {seed})"
     return [cloud_of_hits(_event_hits(*task), event=task[0], source=source) for task in tasks]
 
@@ -665,18 +656,6 @@ def simulate_events(count: int, *, seed: int = 0, pileup: float = 200, noise: fl
 def _whole(name: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}: expected an integer of at least {low}, got {value!r}")
-
-# %% ../../nbs/data/15_collisions.ipynb #f8b46fe7
-def _run(tasks: list[tuple], workers: int, progress: bool) -> None:
-    if min(workers, len(tasks)) <= 1:
-        for task in _bar(tasks, len(tasks), progress):
-            _fill(task)
-        return
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn")) as pool:
-        for _ in _bar(pool.map(_fill, tasks), len(tasks), progress):
-            pass
 
 # %% ../../nbs/data/15_collisions.ipynb #74acb3dd
 _cut = sectors        # the function above; below, the name is an argument

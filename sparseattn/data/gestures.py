@@ -8,8 +8,7 @@ __all__ = ['CLASSES', 'threshold_events_reference', 'threshold_events', 'Sensor'
            'gesture_sources', 'simulate_gestures', 'load_gestures', 'plot_clouds', 'window_starts', 'Clips',
            'cut_clips', 'plot_windows', 'sample_points', 'batches', 'vote']
 
-# %% ../../nbs/data/14_gestures.ipynb #8c9ff5f4
-import contextlib
+# %% ../../nbs/data/14_gestures.ipynb #96c17723
 import dataclasses
 import functools
 import re
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import cached, data_path, have_data, load_arrays, save_arrays
+from .cache import _watched, cached, data_path, have_data, load_arrays, save_arrays, work_through
 
 # %% ../../nbs/data/14_gestures.ipynb #f1a320af
 def threshold_events_reference(levels: Sequence[float], step: float, threshold: float,
@@ -577,16 +576,7 @@ def save_gestures(path: str | Path, gestures: Gestures) -> None:
     """
     save_arrays(path, _pack(gestures))
 
-# %% ../../nbs/data/14_gestures.ipynb #7194e9b8
-def _watched(items: Iterable, show: bool, what: str, total: int | None = None):
-    """The same, behind a progress bar where someone is watching."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=what, total=total, disable=None if show else True)
-
-
+# %% ../../nbs/data/14_gestures.ipynb #6644defa
 _PACKET = np.dtype([("kind", "<i2"), ("source", "<i2"), ("size", "<i4"), ("offset", "<i4"), ("overflow", "<i4"),
                     ("capacity", "<i4"), ("number", "<i4"), ("valid", "<i4")])
 
@@ -652,7 +642,7 @@ def _label_rows(path: Path) -> np.ndarray:
         raise ValueError(f"{path.name}: expected classes from 1 to {len(CLASSES)} and ends after beginnings")
     return rows
 
-# %% ../../nbs/data/14_gestures.ipynb #80e333f1
+# %% ../../nbs/data/14_gestures.ipynb #10cccf43
 def _trial(path: Path) -> list[Stream]:
     """The streams of one official trial."""
     events, streams = read_aedat(path), []
@@ -681,7 +671,7 @@ def load_official(folder: str | Path, split: str = "train", *, users: int | None
     names = (folder / f"trials_to_{split}.txt").read_text(encoding="utf8").split()[:users]
     if not names or not all(re.fullmatch(r"[\w.-]+\.aedat", name) for name in names):
         raise ValueError(f"trials_to_{split}.txt: expected names of .aedat files, one a line")
-    streams = [s for name in _watched(names, progress, "trials") for s in _trial(folder / name)]
+    streams = [s for name in _watched(names, "trials", show=progress) for s in _trial(folder / name)]
     return Gestures(f"DVS128 Gesture, official recordings, official {split} trials ({len(names)})", tuple(streams))
 
 # %% ../../nbs/data/14_gestures.ipynb #505523dd
@@ -700,7 +690,7 @@ def _read_arrays(path: Path) -> tuple[np.ndarray, ...]:
         raise ValueError(f"{path.name}: not a readable file of events ({error})") from None
     return x, y, t - t.min() if len(t) else t, up > 0
 
-# %% ../../nbs/data/14_gestures.ipynb #a02f55e5
+# %% ../../nbs/data/14_gestures.ipynb #e7f36982
 def load_folder(folder: str | Path, *, users: int | None = None, progress: bool = True) -> Gestures:
     """DVS128 Gesture as array files: user/class.npy (tonic) or class/user.npz (SpikingJelly), classes from 0.
 
@@ -730,7 +720,7 @@ def load_folder(folder: str | Path, *, users: int | None = None, progress: bool 
     if not found:
         raise ValueError(f"{folder.name}: expected files like user01_led/0.npy or 0/user01_led_0.npz, found none")
     streams = []
-    for user, label, path in _watched(found, progress, "streams"):
+    for user, label, path in _watched(found, "streams", show=progress):
         x, y, t, up = _read_arrays(path)
         streams.append(_stream(x, y, t, up, int(t.max(initial=0)) + 1, label, user))
     return Gestures(f"DVS128 Gesture, array files of {folder.name} ({len(keep)} trials)", tuple(streams))
@@ -756,7 +746,7 @@ def gesture_sources(split: str = "train", root: str | Path | None = None) -> lis
         raise ValueError(f"split: expected 'train' or 'test', got {split!r}")
     return [name for name, place in _PLACES.items() if have_data(*place[split], root=root)] + ["simulated"]
 
-# %% ../../nbs/data/14_gestures.ipynb #2f4da9eb
+# %% ../../nbs/data/14_gestures.ipynb #f9cd1042
 def _person(task: tuple) -> dict[str, np.ndarray]:
     """The packed streams of one made-up person, from the cache or made now; also what a worker runs."""
     number, seconds, seed, camera, root = task
@@ -770,22 +760,7 @@ def _person(task: tuple) -> dict[str, np.ndarray]:
     params = {"person": number, "seconds": seconds, "seed": seed, "sensor": camera}
     return cached("gestures", params, build, version=1, root=root)
 
-
-@contextlib.contextmanager
-def _mapping(workers: int):
-    """`map`, or that of a pool of processes."""
-    if workers == 1:
-        yield map
-        return
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    try:
-        yield pool.map
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-# %% ../../nbs/data/14_gestures.ipynb #28810b14
+# %% ../../nbs/data/14_gestures.ipynb #ab27c110
 def simulate_gestures(split: str = "train", *, users: int | None = None, seconds: float = 6.0, seed: int = 0,
                       sensor: Sensor | None = None, workers: int = 1, progress: bool = True,
                       cache: str | Path | None = None) -> Gestures:
@@ -812,8 +787,7 @@ def simulate_gestures(split: str = "train", *, users: int | None = None, seconds
             raise ValueError(f"{name}: expected a whole number from 1 to {high}, got {value!r}")
     camera = dataclasses.asdict(sensor or Sensor())
     tasks = [(number, float(seconds), seed, camera, cache) for number in _PEOPLE[split][:users]]
-    with _mapping(min(workers, users)) as mapping:
-        packed = list(_watched(mapping(_person, tasks), progress, f"gestures, {split}", users))
+    packed = work_through(_person, tasks, f"gestures, {split}", workers=workers, progress=progress)
     source = (f"simulated (no recordings): a threshold model of an event camera before drawn figures of {users} "
               f"made-up people who imitate the 11 gestures of DVS128 Gesture, {split} part, {seconds:g} s a stream")
     return Gestures(source, tuple(stream for arrays in packed for stream in _unpack(arrays).streams))

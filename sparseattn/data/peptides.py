@@ -9,8 +9,7 @@ __all__ = ['ATOM_SIZES', 'BOND_SIZES', 'STRUCTURES', 'FUNCTIONS', 'SETS', 'have_
            'laplacian_encoding', 'walk_encoding', 'with_encodings', 'build_toy', 'build_conformers', 'load_peptides',
            'peptide_sets']
 
-# %% ../../nbs/data/18_peptides.ipynb #32dd85ea
-import contextlib
+# %% ../../nbs/data/18_peptides.ipynb #cdabce6b
 import csv
 import dataclasses
 import gzip
@@ -29,7 +28,7 @@ from jaxtyping import Float
 from scipy import linalg, sparse
 from torch import Tensor
 
-from .cache import cached, data_path, have_data, load_arrays, save_arrays
+from .cache import cached, data_path, have_data, load_arrays, save_arrays, work_through
 
 # %% ../../nbs/data/18_peptides.ipynb #d2af11d6
 def have_rdkit() -> bool:
@@ -312,33 +311,11 @@ def _graph_chunk(task: tuple) -> dict[str, np.ndarray]:
 
     return cached("peptide-graphs", params, build, version=1, root=root)
 
-# %% ../../nbs/data/18_peptides.ipynb #111c84ad
-@contextlib.contextmanager
-def _mapping(workers: int):
-    """`map`, or the same over processes."""
-    if workers < 1:
-        raise ValueError(f"workers: expected at least 1, got {workers}")
-    if workers == 1:
-        yield map
-        return
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    try:
-        yield pool.map
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
+# %% ../../nbs/data/18_peptides.ipynb #e51f2ec6
 def _chunks(function, texts: Sequence[str], size: int, more: tuple, workers: int, progress: bool, what: str) -> list:
-    """Results of function((some texts, *more)) for all texts, in order, behind a bar where someone is watching."""
+    """Results of function((some texts, *more)) for all texts, in order."""
     tasks = [(list(texts[start:start + size]), *more) for start in range(0, len(texts), size)]
-    with _mapping(workers) as mapping:
-        results = mapping(function, tasks)
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-            results = tqdm(results, total=len(tasks), desc=what, disable=None if progress else True)
-        return list(results)
+    return work_through(function, tasks, what, workers=workers, progress=progress)
 
 # %% ../../nbs/data/18_peptides.ipynb #29490d59
 def build_graphs(texts: Sequence[str], *, sequence: bool = False, workers: int = 1, progress: bool = True,

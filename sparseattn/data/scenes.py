@@ -9,7 +9,7 @@ __all__ = ['LABELS', 'AREAS', 'LABEL_COLOURS', 'Room', 'kind_of', 'metres', 'ass
            'draw_room', 'label_counts', 'Blocks', 'room_cells', 'sample_blocks', 'whole_blocks', 'to_rooms',
            'block_batches', 'load_blocks']
 
-# %% ../../nbs/data/13_scenes.ipynb #ee171531
+# %% ../../nbs/data/13_scenes.ipynb #1775bf21
 import dataclasses
 import functools
 import hashlib
@@ -24,8 +24,8 @@ import torch
 from scipy.spatial import cKDTree
 from torch import Tensor
 
-from .cache import cached, data_path, have_data
-from .shapes import (MeshSet, Shapes, _mapping, _watched, load_meshes, load_shapes, read_h5,
+from .cache import cached, data_path, have_data, work_through
+from .shapes import (MeshSet, Shapes, load_meshes, load_shapes, read_h5,
                                     sample_surface)
 
 # %% ../../nbs/data/13_scenes.ipynb #07bf6603
@@ -919,7 +919,7 @@ def _load_official(task: tuple) -> Room:
     columns = (a[key] for key in ("points", "colours", "labels", "objects"))
     return Room(name, area, "S3DIS, official points (annotations)", *columns, tuple(a["names"].tolist()))
 
-# %% ../../nbs/data/13_scenes.ipynb #1d7dfd21
+# %% ../../nbs/data/13_scenes.ipynb #59adf9b9
 def load_rooms(name: str = "fixture", *, areas: Sequence[int] = AREAS, rooms: int = 5, density: float = 500.0,
                scan: bool = True, seed: int = 0, root: str | Path | None = None, workers: int = 1,
                progress: bool = True) -> list[Room]:
@@ -949,8 +949,7 @@ def load_rooms(name: str = "fixture", *, areas: Sequence[int] = AREAS, rooms: in
     else:
         tasks = [(name, root, int(a), k, float(density), scan, seed) for a in sorted(areas) for k in range(rooms)]
         load = _load_composed
-    with _mapping(min(workers, max(1, len(tasks)))) as mapping:
-        return list(_watched(mapping(load, tasks), len(tasks), progress, "rooms"))
+    return work_through(load, tasks, "rooms", workers=workers, progress=progress)
 
 # %% ../../nbs/data/13_scenes.ipynb #68ae70f2
 def split_rooms(rooms: Sequence[Room], test_area: int = 5) -> tuple[list[Room], list[Room]]:

@@ -9,8 +9,7 @@ __all__ = ['SETS', 'Shapes', 'first_points', 'batches', 'Mesh', 'sample_surface'
            'describe', 'nearest_class', 'visible_points', 'corrupt', 'rotate_up', 'rescale', 'shift', 'jitter',
            'augment']
 
-# %% ../../nbs/data/12_shapes.ipynb #54fa246a
-import contextlib
+# %% ../../nbs/data/12_shapes.ipynb #367eb259
 import dataclasses
 import functools
 import hashlib
@@ -28,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .cache import cached, data_path, have_data, load_arrays, save_arrays
+from .cache import _watched, cached, data_path, have_data, load_arrays, save_arrays, work_through
 
 # %% ../../nbs/data/12_shapes.ipynb #dada2bcd
 @dataclass(frozen=True, eq=False)
@@ -521,38 +520,11 @@ def _packed(item: tuple, content: list[bytes]) -> dict[str, np.ndarray]:
                 "materials": np.zeros(0, int), "names": np.zeros(0, "U64"), "colours": np.zeros((0, 3), np.uint8),
                 "centre": np.zeros(3), "scale": np.float64(0)}
 
-# %% ../../nbs/data/12_shapes.ipynb #8899b39b
-@contextlib.contextmanager
-def _mapping(workers: int):
-    """`map`, or the same over processes."""
-    if workers == 1:
-        yield map
-        return
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    try:
-        yield pool.map
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _watched(results, total: int, show: bool, what: str):
-    """The same, behind a progress bar where someone is watching."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return results
-    return tqdm(results, total=total, desc=what, disable=None if show else True)
-
-
+# %% ../../nbs/data/12_shapes.ipynb #603ee94b
 def _read_meshes(items: list[tuple], workers: int, progress: bool, root: str | Path | None) -> list[dict]:
     """Packed meshes of all items, in order."""
-    if workers < 1:
-        raise ValueError(f"workers: expected at least 1, got {workers}")
     tasks = [(items[start:start + _CHUNK], root) for start in range(0, len(items), _CHUNK)]
-    with _mapping(workers) as mapping:
-        return list(itertools.chain(*_watched(mapping(_mesh_chunk, tasks), len(tasks), progress, "meshes")))
+    return list(itertools.chain(*work_through(_mesh_chunk, tasks, "meshes", workers=workers, progress=progress)))
 
 # %% ../../nbs/data/12_shapes.ipynb #ca6c48ba
 _KICAD = {
@@ -926,7 +898,7 @@ def _fit(wanted: int, have: int, what: str) -> None:
     if wanted > have:
         raise ValueError(f"points: expected 1 to {have:,} for {what}, got {wanted:,}")
 
-# %% ../../nbs/data/12_shapes.ipynb #b31e1758
+# %% ../../nbs/data/12_shapes.ipynb #0322d7a6
 def _rows(path: Path, count: int | None = None) -> np.ndarray:
     """The first rows of a table of numbers with commas or blanks."""
     with open(path, encoding="utf8") as file:
@@ -954,7 +926,7 @@ def _text_clouds(name: str, files: Sequence[Path], points: int, seed: int | None
 
     def build() -> dict[str, np.ndarray]:
         clouds = []
-        for k, file in enumerate(_watched(files, len(files), progress, name)):
+        for k, file in enumerate(_watched(files, name, total=len(files), show=progress)):
             rows = _rows(file, points if seed is None else None)
             if seed is None:
                 _fit(points, len(rows), file.name)
@@ -1391,7 +1363,7 @@ def _scan(shapes: Shapes, i: int, variant: str, count: int, noise: float, rng: n
     rows = np.resize(rng.permutation(inside), count)
     return x[rows], normals[rows], mine[rows]
 
-# %% ../../nbs/data/12_shapes.ipynb #78888645
+# %% ../../nbs/data/12_shapes.ipynb #55a54e16
 def corrupt(shapes: Shapes, variant: str = "PB_T50_RS", *, points: int | None = None, noise: float = 0.005,
             seed: int = 0, progress: bool = False) -> Shapes:
     """Clean shapes as a careless scanner would bring them: one view, a floor, a neighbour, a box that missed.
@@ -1421,7 +1393,7 @@ def corrupt(shapes: Shapes, variant: str = "PB_T50_RS", *, points: int | None = 
         raise ValueError(f"points: expected at least 1, got {points}")
     names, out = shapes.ids or [str(i) for i in range(len(shapes))], []
     _variant(variant)
-    for i in _watched(range(len(shapes)), len(shapes), progress, variant):
+    for i in _watched(range(len(shapes)), variant, total=len(shapes), show=progress):
         key = hashlib.sha256(f"{names[i]}|{i if not names[i] else ''}".encode()).digest()[:4]
         out.append(_scan(shapes, i, variant, count, noise, np.random.default_rng([seed, *key])))
     x, normals, mine = (np.stack(part) for part in zip(*out, strict=True))

@@ -63,7 +63,7 @@ def _pairs(following):
     "Each row's number, and that of the next row."
     return torch.stack([torch.arange(len(following), device=following.device), following], 1)
 
-# %% ../../nbs/sampled/51_attention.ipynb #50b4a84b
+# %% ../../nbs/sampled/51_attention.ipynb #98687fbf
 def _whole(q):
     "Whether the formula is written down for whole tensors."
     return torch.compiler.is_compiling() or q.is_cuda or q.numel() <= _WHOLE
@@ -82,7 +82,7 @@ def _attend(q, k, v, following, scale):
     share = score.sigmoid()
     return _two_rows(v, pairs, torch.stack([1 - share, share], 1)), share, score
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #5d22b2f1
 def _attend_backward(q, k, v, following, share, scale, grad):
     "Gradients by queries, keys and values."
     pairs, own = _pairs(following), 1 - share
@@ -98,7 +98,7 @@ def _attend_backward(q, k, v, following, share, scale, grad):
     to_k = _two_rows(q, before, torch.stack([-to_score, to_score[back]], 1))
     return to_q, to_k, _two_rows(grad, before, torch.stack([own, share[back]], 1))
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #a06f16f0
 class _NotFinite(Exception):
     "A score or an output is not finite."
 
@@ -109,7 +109,7 @@ class _CycleAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, following, scale, watch):
         out, share, score = _attend(q, k, v, following, scale)
-        if watch and not math.isfinite(score.sum() + out.sum()):
+        if watch and not math.isfinite((score.sum() + out.sum()).item()):
             raise _NotFinite
         ctx.save_for_backward(q, k, v, following, share)
         ctx.scale = scale
@@ -384,7 +384,7 @@ def random_keys_attention(q: Float[Tensor, "b h m d"], k: Float[Tensor, "b h n d
     out = torch.lerp(v1, v2, share)
     return out if mask is None else out.masked_fill(~mask.any(1)[:, None, None, None], 0)
 
-# %% ../../nbs/sampled/51_attention.ipynb #173e2ac2
+# %% ../../nbs/sampled/51_attention.ipynb #0c648e8a
 _RESAMPLE = ("layer", "batch", "fixed")
 
 
@@ -473,7 +473,7 @@ class SampledAttention(nn.Module):
         return AttentionInfo(order, self.heads * pairs, pairs / everything if everything else 0.0,
                              4 * self.heads * pairs * self.head_dim)
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #8ba3a55d
 def _scored(n, window, cycles):
     "Scores of one head and cloud: each point and its neighbours of each cycle, or the windows' pairs."
     if cycles > 1:

@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['samsa_attention', 'Importance', 'samsa_flops', 'SAMSAAttention', 'samsa_cases', 'samsa_cases_backward']
 
-# %% ../../nbs/samsa/71_attention.ipynb #13935e08
+# %% ../../nbs/samsa/71_attention.ipynb #80c1b540
+import math
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -80,26 +82,27 @@ def _check_scores(noisy, need):
         raise ValueError(f"samples: a head must find {need} real tokens and supports, found {there}; "
                          "without supports that is as many as it samples, and twice as many to train or to mix")
 
-# %% ../../nbs/samsa/71_attention.ipynb #84c45e2d
-def _numbers(x, index):
-    "Numbers of rows (b, h, m) of x (b, h, n, d), counted as they lie in memory."
-    batch, heads, n, _ = x.shape
-    if x.transpose(1, 2).is_contiguous():
-        cloud, head = torch.arange(batch, device=x.device) * (n * heads), torch.arange(heads, device=x.device)
-        return (index * heads).add_(head[:, None]).add_(cloud[:, None, None]).flatten()
-    return (index + n * torch.arange(batch * heads, device=x.device).view(batch, heads, 1)).flatten()
+# %% ../../nbs/samsa/71_attention.ipynb #eea6ddc9
+def _numbers(index, n, by_point):
+    "Numbers of the rows (b, h, m) among all, which lie cloud by cloud, then by point and head, or by head and point."
+    batch, heads, _ = index.shape
+    start = torch.arange(0, batch * heads * n, heads * n if by_point else n, device=index.device)
+    if by_point:
+        start = start.view(batch, 1, 1) + torch.arange(heads, device=index.device).view(heads, 1)
+        return torch.add(start, index, alpha=heads).flatten()
+    return (index + start.view(batch, heads, 1)).flatten()
 
-# %% ../../nbs/samsa/71_attention.ipynb #29dc6ad8
+# %% ../../nbs/samsa/71_attention.ipynb #544c5c00
 def _gathered(x, index, table=None):
     "Rows of every x (b, h, n, d) by index (b, h, m); from n on rows of its table (h, s, d)."
-    n, found, number = x[0].shape[2], [], {}
+    n, found, before = x[0].shape[2], [], None
     own = index if table is None else index.clamp(max=n - 1)
     for part in x:
-        by_point = part.transpose(1, 2).is_contiguous()
-        number[by_point] = number[by_point] if by_point in number else _numbers(part, own)
+        by_point = part.stride(2) > part.stride(1)
+        number = number if by_point is before else _numbers(own, n, by_point)
         rows = (part.transpose(1, 2) if by_point else part).reshape(-1, part.shape[3])
-        rows = rows.index_select(0, number[by_point]) if rows.requires_grad else torch.embedding(rows, number[by_point])
-        found.append(rows.view(*index.shape, -1))
+        found.append(rows.index_select(0, number).view(*index.shape, -1))
+        before = by_point
     if table is None:
         return found
     other = (index - n).clamp(min=0) + table[0].shape[1] * torch.arange(index.shape[1], device=index.device)[:, None]
@@ -116,7 +119,7 @@ def _mixed(keys, values, scores, noisy, index, samples, tau, hard):
     rows = uncompiled(sample_without_replacement)(x, scores, samples, tau=tau, hard=hard, noise=noise)
     return rows.view(*keys.shape[:2], samples, -1).split([keys.shape[3], values.shape[3]], -1)
 
-# %% ../../nbs/samsa/71_attention.ipynb #e67f36b7
+# %% ../../nbs/samsa/71_attention.ipynb #a2844e65
 _FEW = 32  # keys below which torch's kernel may hide a query that is not finite; a test holds the rest
 
 
@@ -135,8 +138,9 @@ def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=No
     q = _clear(q, mask)
     out = F.scaled_dot_product_attention(q, keys, values, scale=scale)
     if watch:
+        # a value that is not finite shows in every row, for 0 times it is NaN; a key or query need not
         telling = q if keys.shape[2] < _FEW else out[..., 0]
-        if not sum(x.detach().sum() for x in (telling, keys, values)).isfinite():
+        if not math.isfinite(sum(x.detach().sum() for x in (telling, keys, out[:, :, :1])).item()):
             check_qkv(q, k, v, mask)
     return _clear(out, mask), index[..., :samples]
 

@@ -1,6 +1,7 @@
 """sparseattn.data.cache: keys, files that are whole or absent, rebuilding, official paths."""
 
 import inspect
+import math
 import subprocess
 import sys
 import warnings
@@ -9,7 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from sparseattn.data.cache import cache_key, cache_root, cached, data_path, have_data, load_arrays, save_arrays
+from sparseattn.data.cache import (
+    cache_key,
+    cache_root,
+    cached,
+    data_path,
+    have_data,
+    load_arrays,
+    save_arrays,
+    work_through,
+)
 
 
 def test_key_ignores_order_and_sees_everything_else():
@@ -188,6 +198,21 @@ def test_two_writers_at_once(tmp_path):
     both = [subprocess.Popen(command) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
     assert len(list((tmp_path / "p").iterdir())) == 20 and len(list((tmp_path / "g").iterdir())) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2, 9])
+def test_work_through_keeps_the_order(workers):
+    found = work_through(math.factorial, range(12), "factorials", workers=workers)
+    assert found == [math.factorial(n) for n in range(12)]
+
+
+def test_work_through_stops_at_an_error():
+    with pytest.raises(ValueError, match="workers: expected at least 1, got 0"):
+        work_through(abs, [1], "numbers", workers=0)
+    for workers in (1, 2):
+        with pytest.raises(ValueError, match="factorial"):
+            work_through(math.factorial, [3, -1, *range(50)], "factorials", workers=workers)
+    assert work_through(abs, [], "numbers", workers=2) == []
 
 
 def test_data_path(tmp_path, monkeypatch):

@@ -215,7 +215,7 @@ BERNOULLI = {
 @pytest.mark.parametrize("impl", ["fast", "reference"])
 @pytest.mark.parametrize("case", BERNOULLI)
 def test_bernoulli_law(case, impl):
-    model, repeats = BERNOULLI[case](*soft(40, 60, 3)), 500
+    model, repeats = BERNOULLI[case](*soft(40, 60, 3)), 1500
     edges = bernoulli(*repeated(model, repeats), generator=generator(), impl=impl)
     assert edges.unique(dim=1).equal(edges)
     chance, found = rate_of(*model).clamp(max=1), counted(edges, 40, 60)
