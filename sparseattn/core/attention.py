@@ -319,13 +319,14 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
 
     Raises:
         TypeError, ValueError: see `check_qkv`; edges that are not int64, out of range, or there twice.
+            Queries and values that no edge names need not be looked at.
 
     Example:
         >>> x, edges = torch.randn(1, 1, 3, 4), torch.tensor([[0, 0], [0, 1], [0, 2]])
         >>> edge_attention(x, x, x, edges)[0, 0, 0].equal(x[0, 0, 0])
         True
     """
-    check_qkv(q, k, v)
+    check_qkv_form(q, k, v)
     check_choice("impl", impl, ("fast", "reference"))
     check_choice("rule", rule, PRESENCE_RULES)
     (batch, heads, n, d), m, dtype = q.shape, k.shape[2], q.dtype
@@ -337,11 +338,15 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     if q.dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
     if impl == "reference" or edges.shape[1] > _ALL_PAIRS * batch * heads * n * m:
+        check_qkv(q, k, v)
         return _on_all_pairs(q, k, v, edges, presence, rule, scale, impl).to(dtype)
     row, column, order = _edge_list(edges, n, m)
     presence = presence if presence is None or order is None else presence[order]
     rows = (x.flatten(0, 2) for x in (q, k, v))
     out = uncompiled(_attend_on_list)(*rows, presence, row, column, scale, rule)
+    # queries and values that are not finite show in the output; a key need not, with a score of -inf
+    if not math.isfinite((out.detach().sum() + k.detach().sum()).item()):
+        check_qkv(q, k, v)
     return out.view(batch, heads, n, -1).to(dtype)
 
 # %% ../../nbs/core/00_attention.ipynb #1ed34c51
@@ -493,7 +498,8 @@ def _products(starts, column, a, b, scale=1.0):
 
 def _sums(starts, column, values, x):
     "The matrix that the list and its values make, times x."
-    return nn.functional.embedding_bag(column, x, starts, mode="sum", per_sample_weights=values, include_last_offset=True)
+    mode = 0  # the sum
+    return torch.embedding_bag(x, column, starts, mode=mode, per_sample_weights=values, include_last_offset=True)[0]
 
 
 def _weights(scores, row, queries):
@@ -512,25 +518,25 @@ def _transposed(row, column, keys):
 
 def _starts(row, count):
     "Where each row starts in a list sorted by rows, and its end."
-    rows = torch.arange(count + 1, dtype=row.dtype, device=row.device)
-    return torch.searchsorted(row, rows, out_int32=len(row) < 2**31)
+    # torch's own way from pairs to CSR, as PyTorch Geometric calls it too; a search takes longer for short rows
+    return torch._convert_indices_from_coo_to_csr(row, count, out_int32=len(row) < 2**31)
 
 # %% ../../nbs/core/00_attention.ipynb #ea16fe12
-def _forward(q, k, v, row, column, scale):
+def _softmax_on_list(q, k, v, row, column, scale):
     "Output, and what the gradient needs: starts of rows, weights, their sums, scores."
     starts = _starts(row, len(q))
     scores = _products(starts, column, q, k, scale)
     w = _weights(scores, row, len(q))
-    sums = _sums(starts, column, w, torch.cat([v, v.new_ones(len(v), 1)], 1))
-    total = sums[:, -1:].masked_fill(sums[:, -1:] == 0, 1)
-    return sums[:, :-1] / total, starts, w, total, scores
+    total = torch.segment_reduce(w, "sum", offsets=starts, axis=0)[:, None]
+    total.masked_fill_(total == 0, 1)
+    return _sums(starts, column, w, v).div_(total), starts, w, total, scores
 
 
 def _attend_on_list(q, k, v, presence, row, column, scale, rule):
     "Softmax attention on rows of queries and keys of all heads, and a list sorted by row."
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, presence)):
         return _EdgeAttention.apply(q, k, v, presence, row, column, scale, rule)
-    return _forward(q, k, v, row, column, scale)[0]
+    return _softmax_on_list(q, k, v, row, column, scale)[0]
 
 
 class _EdgeAttention(torch.autograd.Function):
@@ -538,7 +544,7 @@ class _EdgeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, presence, row, column, scale, rule):
-        out, starts, w, total, scores = _forward(q, k, v, row, column, scale)
+        out, starts, w, total, scores = _softmax_on_list(q, k, v, row, column, scale)
         scores = scores if ctx.needs_input_grad[3] and rule == "score" else None
         ctx.save_for_backward(q, k, v, row, column, starts, w, total, out, scores)
         ctx.scale, ctx.rule = scale, rule

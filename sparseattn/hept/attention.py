@@ -739,6 +739,14 @@ def released_order(base, label, bases):
     spread = torch.stack([b.amax(-1) for b in bases]).amax(0) - torch.stack([b.amin(-1) for b in bases]).amin(0)
     return (base if label is None else base + label * spread[..., None]).argsort(-1)
 
+# %% ../../nbs/hept/32_attention.ipynb #edd2fda0
+def _centred(coords, mask):
+    "Coordinates from the mean of the real points."
+    coords = coords.to(torch.promote_types(coords.dtype, torch.float32))
+    weight = coords.new_ones(coords.shape[:2]) if mask is None else mask.to(coords.dtype)
+    centre = (coords * weight[..., None]).sum(1, keepdim=True) / weight.sum(1).clamp(min=1)[:, None, None]
+    return hide_masked(coords - centre, mask)
+
 # %% ../../nbs/hept/32_attention.ipynb #6026770d
 @register_attention("hept")
 class HEPTAttention(nn.Module):
@@ -819,14 +827,6 @@ class HEPTAttention(nn.Module):
             heads = uncompiled(_attend)(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor).to(dtype)
         out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
-
-
-def _centred(coords, mask):
-    "Coordinates from the mean of the real points."
-    coords = coords.to(torch.promote_types(coords.dtype, torch.float32))
-    weight = coords.new_ones(coords.shape[:2]) if mask is None else mask.to(coords.dtype)
-    centre = (coords * weight[..., None]).sum(1, keepdim=True) / weight.sum(1).clamp(min=1)[:, None, None]
-    return hide_masked(coords - centre, mask)
 
 # %% ../../nbs/hept/32_attention.ipynb #f713f394
 def _case(n, block=100, heads=8, width=24, coord_dims=6, tables=3):

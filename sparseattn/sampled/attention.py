@@ -456,7 +456,7 @@ class SampledAttention(nn.Module):
         else:
             attended = _cycle_attention(q, k, v, _three(order), None, mask)
         out = hide_masked(self.out(attended.transpose(1, 2).flatten(2)), mask)
-        return (out, self._info(x, mask, order)) if return_info else out
+        return (out, _info(self, x, mask, order)) if return_info else out
 
     def get_extra_state(self):
         """The number of calls so far, which the draws of "batch" follow."""
@@ -466,13 +466,6 @@ class SampledAttention(nn.Module):
         """See `get_extra_state`."""
         self.calls = int(state)
 
-    def _info(self, x, mask, order):
-        real = [x.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
-        pairs = sum(_scored(n, self.window, self.cycles) for n in real)
-        everything = sum(n * n for n in real)
-        return AttentionInfo(order, self.heads * pairs, pairs / everything if everything else 0.0,
-                             4 * self.heads * pairs * self.head_dim)
-
 # %% ../../nbs/sampled/51_attention.ipynb #8ba3a55d
 def _scored(n, window, cycles):
     "Scores of one head and cloud: each point and its neighbours of each cycle, or the windows' pairs."
@@ -480,6 +473,14 @@ def _scored(n, window, cycles):
         return n * min(n, 1 + cycles)
     starts = range(0, n, window - 1)
     return sum(min(window - 1, n - s) * (min(window - 1, n - s) + (s + window <= n or s > 0)) for s in starts)
+
+
+def _info(layer, x, mask, order):
+    real = [x.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
+    pairs = sum(_scored(n, layer.window, layer.cycles) for n in real)
+    everything = sum(n * n for n in real)
+    return AttentionInfo(order, layer.heads * pairs, pairs / everything if everything else 0.0,
+                         4 * layer.heads * pairs * layer.head_dim)
 
 # %% ../../nbs/sampled/51_attention.ipynb #6d9a7713
 def composed_windows(layer: nn.Module, x: Float[Tensor, "b n c"], order: Int[Tensor, "n"], window: int, *,

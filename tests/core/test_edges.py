@@ -1,5 +1,7 @@
 """Attention on a list of edges against attention with the pattern of the list."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,6 +104,20 @@ def test_bad_edges(case):
     edges, error, message = BAD[case]
     with pytest.raises(error, match=message):
         edge_attention(q, k, v, edges)
+
+
+@pytest.mark.parametrize("all_pairs", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", range(3))
+def test_any_number_of_an_edge_that_is_not_finite_is_seen(which, value, all_pairs, monkeypatch):
+    monkeypatch.setattr(module, "_ALL_PAIRS", all_pairs)
+    for row, channel, sign in itertools.product(range(3), range(4), (1, -1)):
+        x = torch.ones(3, 1, 1, 3, 4)
+        x[0] *= sign  # with ones on the other side, a key of -inf has a score of -inf, and so no weight
+        x[which, 0, 0, row, channel] = value
+        for edges in ([[0, 0, 0], [0, 1, 2], [0, 1, 2]], [[0] * 9, [0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2] * 3]):
+            with pytest.raises(ValueError, match=f"^{'qkv'[which]} holds NaN or infinite"):
+                edge_attention(*x, torch.tensor(edges))
 
 
 def test_bad_impl():

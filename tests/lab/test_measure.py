@@ -1,10 +1,12 @@
 """Costs against torch's counter and brute force; timing, memory, fits, command line."""
 
+import itertools
 import math
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -155,7 +157,17 @@ def test_compare_knows_a_fivefold():
 def test_compare_interleaves_and_restores_threads():
     order, threads = [], torch.get_num_threads()
     compare({n: (lambda n=n: order.append(n)) for n in "abc"}, repeats=3, warmup=1, threads=1)
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab" and torch.get_num_threads() == threads
+    assert "".join(order) == "abc" + "abc" + "cba" + "bca" and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd", "abcde"])
+def test_compare_lets_each_follow_every_other_equally_often(names):
+    order, n = [], len(names)
+    compare({x: (lambda x=x: order.append(x)) for x in names}, repeats=2 * n, warmup=0)
+    rounds = np.array(order).reshape(2 * n, n)
+    assert all(sorted(one) == list(names) for one in rounds)
+    pairs = Counter((a, b) for one in rounds for a, b in itertools.pairwise(one))
+    assert pairs == dict.fromkeys(itertools.permutations(names, 2), 2)
 
 
 @pytest.mark.parametrize(
