@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_mask, check_qkv,
                                        check_qkv_form, checked_cloud, dense_attention, hide_masked)
 from ..core.transformer import head_channels, register_attention
-from .cycles import _advance, _real_first, check_order, cycle_successor, sample_cycle, shift_attention
+from .cycles import (_advance, _check_order_form, _real_first, check_order, cycle_successor,
+                                       sample_cycle, shift_attention)
 
 # %% ../../nbs/sampled/51_attention.ipynb #9aa97974
 def _three(order):
@@ -103,14 +104,20 @@ class _NotFinite(Exception):
     "A score or an output is not finite."
 
 
+def _watched(q, k, v, following, scale, watch):
+    "Output and share by rows, and the number of the row after each; `watch` raises `_NotFinite`."
+    out, share, score = _attend(q, k, v, following, scale)
+    if watch and not math.isfinite((score.sum() + out.sum()).item()):
+        raise _NotFinite
+    return out, share
+
+
 class _CycleAttention(torch.autograd.Function):
-    "Rows of queries, keys and values, and the number of the row after each; `watch` raises `_NotFinite`."
+    "`_watched` with its gradient; its first result alone."
 
     @staticmethod
     def forward(ctx, q, k, v, following, scale, watch):
-        out, share, score = _attend(q, k, v, following, scale)
-        if watch and not math.isfinite((score.sum() + out.sum()).item()):
-            raise _NotFinite
+        out, share = _watched(q, k, v, following, scale, watch)
         ctx.save_for_backward(q, k, v, following, share)
         ctx.scale = scale
         return out
@@ -132,17 +139,32 @@ def _next_row(after, batch, heads, by_point):
     return rows.flatten()
 
 
+def _successor(order):
+    "Point after each point, going round; it shows what `check_order` would refuse, with less work."
+    if order.is_cuda:  # where an index out of range cannot be caught
+        check_order("order", order)
+    after = torch.full_like(order, -1)
+    try:
+        complete = after.scatter_(-1, order, order.roll(-1, -1)).amin().item() >= 0
+    except RuntimeError:  # an index out of range
+        complete = False
+    if not complete:
+        check_order("order", order)
+    return after
+
+
 def _cycle_attention(q, k, v, order, scale, mask, watch=False):
-    "`order` (r, s, n), checked."
+    "`order` (r, s, n), checked if there is a mask."
     batch, heads, n, d = q.shape
     dtype, (q, k, v) = q.dtype, (_clear(x, mask) for x in (q, k, v))
     by_point = q.transpose(1, 2).is_contiguous()
     rows = [(x.transpose(1, 2) if by_point else x).reshape(batch * heads * n, -1) for x in (q, k, v)]
     rows = [x.float() for x in rows] if dtype in (torch.float16, torch.bfloat16) else rows
     order, count = _moved(order, mask)
-    after = _advance(order, 1, count)
-    following = _next_row(after, batch, heads, by_point)
-    out = _CycleAttention.apply(*rows, following, d**-0.5 if scale is None else scale, watch).to(dtype)
+    after = _advance(order, 1, count) if torch.compiler.is_compiling() or mask is not None else _successor(order)
+    arguments = *rows, _next_row(after, batch, heads, by_point), d**-0.5 if scale is None else scale, watch
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
+    out = (_CycleAttention.apply(*arguments) if learns else _watched(*arguments)[0]).to(dtype)
     out = out.view(batch, n, heads, -1).transpose(1, 2) if by_point else out.view(batch, heads, n, -1)
     return _clear(out, mask)
 
@@ -151,11 +173,15 @@ def _check_input(q, k, v, order, mask, impl):
     check_qkv_form(q, k, v, mask)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"a cycle needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
-    if not torch.compiler.is_compiling():  # a look at values would cut the compiled function in two
-        check_order("order", order, q.shape[2])
+    _check_order_form("order", order, q.shape[2])
     if order.shape[:-1] not in ((), q.shape[:1], q.shape[:2]):
         raise ValueError(f"order must have shape (n,), (b, n) or (b, h, n), got {tuple(order.shape)}")
     check_choice("impl", impl, ("fast", "reference"))
+
+
+def _check_visits(order):
+    if not torch.compiler.is_compiling():  # a look at values would cut the compiled function in two
+        check_order("order", order)
 
 
 def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -184,6 +210,8 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
         tensor([3.0000, 1.5000, 4.5000])
     """
     _check_input(q, k, v, order, mask, impl)
+    if impl == "reference" or mask is not None:  # otherwise `_successor` looks
+        _check_visits(order)
     if impl == "reference":
         order, count = _moved(_three(order), mask)
         own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device).expand(*order.shape, -1)
@@ -271,6 +299,7 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
         torch.Size([1, 2, 10, 4])
     """
     _check_input(q, k, v, order, mask, impl)
+    _check_visits(order)
     _check_window(window)
     if impl == "reference":
         return dense_attention(q, k, v, pattern=_windows_as_matrix(order, window, mask, q), scale=scale, mask=mask)

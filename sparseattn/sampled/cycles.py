@@ -33,14 +33,18 @@ def check_order(name: str, order: Tensor, n: int | None = None) -> None:
     Example:
         >>> check_order("order", torch.tensor([2, 0, 1]), 3)
     """
-    if not isinstance(order, Tensor) or order.dtype != torch.int64:
-        raise TypeError(f"{name} must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
-    if order.dim() < 1 or 0 in order.shape or (n is not None and order.shape[-1] != n):
-        raise ValueError(f"{name} must have shape (..., {n or 'n'}), not empty, got {tuple(order.shape)}")
+    _check_order_form(name, order, n)
     low, high = order.aminmax()
     inside = 0 <= low.item() and high.item() < order.shape[-1]
     if not inside or not torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all():
         raise ValueError(f"{name} must hold each point from 0 to {order.shape[-1] - 1} once in every row")
+
+
+def _check_order_form(name, order, n):
+    if not isinstance(order, Tensor) or order.dtype != torch.int64:
+        raise TypeError(f"{name} must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
+    if order.dim() < 1 or 0 in order.shape or (n is not None and order.shape[-1] != n):
+        raise ValueError(f"{name} must have shape (..., {n or 'n'}), not empty, got {tuple(order.shape)}")
 
 # %% ../../nbs/sampled/50_cycles.ipynb #7a2c824a
 def _advance(order, step, count=None):

@@ -17,7 +17,7 @@ from ..core.attention import (AttentionInfo, check_choice, check_count, check_qk
                                        checked_cloud, dense_attention, hide_masked, uncompiled)
 from ..core.relaxation import check_noise, check_tau, gumbel, straight_through
 from ..core.transformer import head_channels, register_attention
-from .sampling import sample_without_replacement
+from .sampling import _Swap
 
 # %% ../../nbs/samsa/71_attention.ipynb #8c27325a
 def _selected(order, rows, x):
@@ -111,12 +111,11 @@ def _gathered(x, index, table=None):
     return [torch.where(mine, a, b.to(a.dtype)) for a, b in zip(found, others, strict=True)]
 
 # %% ../../nbs/samsa/71_attention.ipynb #aa392a9e
-def _mixed(keys, values, scores, noisy, index, samples, tau, hard):
+def _mixed(keys, values, scores, top, index, samples, tau, hard):
     "Keys and values y_a from those of the 2k candidates (b, h, 2k, d)."
-    x = torch.cat([keys, values], -1).flatten(0, 1)
-    scores, noisy = (part.gather(-1, index).flatten(0, 1) for part in (scores, noisy))
-    noise = (noisy - scores).detach()
-    rows = uncompiled(sample_without_replacement)(x, scores, samples, tau=tau, hard=hard, noise=noise)
+    x, scores = torch.cat([keys, values], -1).flatten(0, 1), scores.gather(-1, index).flatten(0, 1)
+    with torch.autocast(x.device.type, enabled=False):
+        rows = uncompiled(_Swap.apply)(x, scores, x.detach(), top.flatten(0, 1), None, samples, float(tau), hard)
     return rows.view(*keys.shape[:2], samples, -1).split([keys.shape[3], values.shape[3]], -1)
 
 # %% ../../nbs/samsa/71_attention.ipynb #a2844e65
@@ -126,14 +125,14 @@ def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=No
     compares, noisy = _compares(scores, hard), noisy.detach()
     need = samples * (1 + compares)
     top, index = noisy.topk(min(need, noisy.shape[-1]), -1, sorted=compares)
-    if top.shape[-1] < need or not top.sum().isfinite():
+    if top.shape[-1] < need or not math.isfinite(top.sum().item()):
         _check_scores(noisy, need)
     keys, values = _gathered((k, v), index, supports and supports[:2])
     if compares:
         scores = _capped(scores, top, samples, tau) if cap else scores
-        keys, values = _mixed(keys, values, scores, noisy, index, samples, tau, hard)
+        keys, values = _mixed(keys, values, scores, top, index, samples, tau, hard)
     q = _clear(q, mask)
-    if watch and not math.isfinite(sum(x.detach().sum() for x in (q, keys, values)).item()):
+    if watch and not math.isfinite((q.detach().sum() + keys.detach().sum() + values.detach().sum()).item()):
         check_qkv(q, k, v, mask)
     out = F.scaled_dot_product_attention(q, keys, values, scale=scale)
     return _clear(out, mask), index[..., :samples]

@@ -144,7 +144,7 @@ def _unmix(grad, rows, top, k, tau, hard):
 
 # %% ../../nbs/samsa/70_sampling.ipynb #9a4d9580
 class _Swap(torch.autograd.Function):
-    "Rows of I, mixed with those of J or not, with the gradient of the swap estimator."
+    "Rows of I, mixed with those of J or not, with the gradient of the swap estimator; index None: x is those rows."
 
     @staticmethod
     def forward(ctx, x, scores, rows, top, index, k, tau, hard):
@@ -159,6 +159,9 @@ class _Swap(torch.autograd.Function):
         wide = _wide(rows.dtype)
         with torch.autocast(rows.device.type, enabled=False):
             to_rows, to_top = _unmix(grad.to(wide), rows.to(wide), top, *ctx.form)
+        if index is None:
+            to_rows = F.pad(to_rows, (0, 0, 0, shape[1] - to_rows.shape[1])).to(x_dtype)
+            return to_rows, to_top.to(scores_dtype), None, None, None, None, None, None
         to_x, to_scores = grad.new_zeros(shape, dtype=x_dtype), top.new_zeros(shape[:2])
         number = _numbered(to_x, index[:, : to_rows.shape[1]])
         to_x.flatten(0, 1).index_copy_(0, number, to_rows.to(x_dtype).flatten(0, 1))

@@ -220,6 +220,11 @@ def test_bad_input():
     once = "order must hold each point from 0 to 3 once"
     cases = [(lambda: cycle_attention(x, x, x, torch.tensor([0, 1, 1, 2])), once),
              (lambda: cycle_attention(x, x, x, torch.tensor([0, 1, 2, 4])), once),
+             (lambda: cycle_attention(x, x, x, torch.tensor([0, 1, 2, -1])), once),
+             (lambda: cycle_attention(x, x, x, torch.tensor([0, 1, 1, 2]), mask=torch.ones(1, 4) > 0), once),
+             (lambda: cycle_attention(x, x, x, torch.tensor([0, 1, 1, 2]), impl="reference"), once),
+             (lambda: window_attention(x, x, x, torch.tensor([0, 1, 1, 2]), 3), once),
+             (lambda: SampledAttention(8, 2)(torch.zeros(1, 4, 8), order=torch.tensor([0, 1, 1, 2])), once),
              (lambda: cycle_attention(x, x, x, torch.arange(5)), "order must have shape"),
              (lambda: cycle_attention(x, x, x, torch.arange(4), impl="quick"), "impl"),
              (lambda: cycle_attention(x, x[:, :, :3], x[:, :, :3], torch.arange(4)), "as many queries as keys"),
