@@ -151,7 +151,7 @@ def amplified_probability(p, functions: int, tables: int):
         ValueError: p outside [0, 1], functions < 1 or tables < 1.
 
     Example:
-        >>> amplified_probability(0.5, 2, 2)
+        >>> round(amplified_probability(0.5, 2, 2), 4)
         0.4375
     """
     value = np.asarray(p, dtype=np.float64)
