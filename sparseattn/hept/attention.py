@@ -747,9 +747,41 @@ def _centred(coords, mask):
     centre = (coords * weight[..., None]).sum(1, keepdim=True) / weight.sum(1).clamp(min=1)[:, None, None]
     return hide_masked(coords - centre, mask)
 
+# %% ../../nbs/hept/32_attention.ipynb #a04c35f8
+class _Parts(nn.Module):
+    "Projections, decay and hash of the layer; `of_hash` are options of `PointHash`."
+
+    def __init__(self, dim, heads, head_dim, coord_dims, kernel, tied, decay, **of_hash):
+        super().__init__()
+        check_choice("kernel", kernel, ("hept", "softmax"))
+        self.heads, self.head_dim, self.kernel = heads, head_channels(dim, heads, head_dim), kernel
+        channels = heads * self.head_dim
+        self.query = nn.Linear(dim, channels, bias=False)
+        self.key = None if tied else nn.Linear(dim, channels, bias=False)
+        self.value, self.out = nn.Linear(dim, channels, bias=False), nn.Linear(channels, dim)
+        self.decay = CoordinateDecay(heads, coord_dims, decay, self.head_dim) if kernel == "hept" else None
+        width = self.head_dim + (coord_dims if kernel == "hept" else 0)
+        self.hash = PointHash(heads, width, coord_dims=coord_dims, **of_hash)
+        self.coord_dims = coord_dims if kernel == "hept" or self.hash.codes == "coordinates" else 0
+
+    def _split(self, x):
+        return x.view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+
+    def _sorted(self, x, coords, mask):
+        "Queries and keys of the Gaussian kernel, values, (b, h, n, d) each; orders of queries and of keys."
+        q, v = self._split(self.query(x)), self._split(self.value(x))
+        k = q if self.key is None else self._split(self.key(x))
+        if self.kernel == "hept":
+            q, k = (append_coordinates(part, coords, self.decay()) for part in (q, k))
+        with torch.no_grad():
+            orders = self.hash(q, k, coords, mask)
+        if self.kernel == "softmax":
+            q, k = softmax_as_gaussian(q * self.head_dim**-0.25, k * self.head_dim**-0.25)
+        return q, k, v, *orders
+
 # %% ../../nbs/hept/32_attention.ipynb #6026770d
 @register_attention("hept")
-class HEPTAttention(nn.Module):
+class HEPTAttention(_Parts):
     """Multi-head block attention with a local kernel, HEPT Sec 4.
 
     Args:
@@ -784,23 +816,10 @@ class HEPTAttention(nn.Module):
                  regions: float | None = None, head_dim: int | None = None, combine: str = "sum",
                  codes: str = "coordinates", kernel: str = "hept", tied: bool = False, decay: str = "direct",
                  floor: float = 0.0, as_released: bool = False, generator: torch.Generator | None = None):
-        super().__init__()
         _check_options(block_size, combine, floor)
-        check_choice("kernel", kernel, ("hept", "softmax"))
-        self.heads, self.head_dim, self.block_size = heads, head_channels(dim, heads, head_dim), block_size
-        self.combine, self.kernel, self.as_released, self.floor = combine, kernel, as_released, floor
-        self.coord_dims = coord_dims if kernel == "hept" or codes == "coordinates" else 0
-        self.query = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.key = None if tied else nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.value = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.out = nn.Linear(heads * self.head_dim, dim)
-        self.decay = CoordinateDecay(heads, coord_dims, decay, self.head_dim) if kernel == "hept" else None
-        width = self.head_dim + (coord_dims if kernel == "hept" else 0)
-        self.hash = PointHash(heads, width, coord_dims=coord_dims, tables=tables, block_size=block_size,
-                              regions=regions, codes=codes, as_released=as_released, generator=generator)
-
-    def _split(self, x):
-        return x.view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+        super().__init__(dim, heads, head_dim, coord_dims, kernel, tied, decay, tables=tables, block_size=block_size,
+                         regions=regions, codes=codes, as_released=as_released, generator=generator)
+        self.block_size, self.combine, self.floor, self.as_released = block_size, combine, floor, as_released
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
@@ -811,21 +830,14 @@ class HEPTAttention(nn.Module):
                              f"got {x.shape[1]}")
         if self.coord_dims and not self.as_released:
             coords = _centred(coords, mask)
-        q, v = self._split(self.query(x)), self._split(self.value(x))
-        k = q if self.key is None else self._split(self.key(x))
-        if self.kernel == "hept":
-            q, k = (append_coordinates(part, coords, self.decay()) for part in (q, k))
-        with torch.no_grad():
-            order_q, order_k = self.hash(q, k, coords, mask)
-        if self.kernel == "softmax":
-            q, k = softmax_as_gaussian(q * self.head_dim**-0.25, k * self.head_dim**-0.25)
+        q, k, v, order_q, order_k = self._sorted(x, coords, mask)
         dtype = q.dtype
         q, k, v = ((t.float() if t.dtype in (torch.float16, torch.bfloat16) else t) for t in (q, k, v))
         if self.as_released:
-            heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20).to(dtype)
+            heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20)
         else:
-            heads = uncompiled(_attend)(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor).to(dtype)
-        out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
+            heads = uncompiled(_attend)(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor)
+        out = hide_masked(self.out(heads.to(dtype).transpose(1, 2).flatten(2)), mask)
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
 
 # %% ../../nbs/hept/32_attention.ipynb #f713f394

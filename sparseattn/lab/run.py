@@ -149,23 +149,20 @@ def _commit(root):
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
 
-# %% ../../nbs/lab/20_run.ipynb #741bc780
+# %% ../../nbs/lab/20_run.ipynb #7646ec05
 # folder of a chapter -> the paper it studies, as the ledger names it
 PAPERS = {"hept": "HEPT", "sbm": "SBM-Transformer", "sampled": "Sampled Transformer", "pat": "PAT", "samsa": "SAMSA"}
 
 
 @dataclass
-class Run:
-    """One execution of one notebook; made by `start`, closed by `finish`."""
+class _Setup:
+    "What a run starts from, and where it writes."
     stem: str
     scale: str
     seed: int
     device: torch.device
     root: Path
     parameters: dict
-    sources: list = field(default_factory=list)
-    claims: list = field(default_factory=list)
-    began: float = field(default_factory=time.time)
 
     @property
     def folder(self) -> Path:
@@ -192,6 +189,24 @@ class Run:
 
     def _notebook(self):
         return next((self.root / "nbs").rglob(f"{self.stem}.ipynb"))
+
+    def _files(self):
+        return sorted(p for p in self.folder.iterdir() if p.name != "run.json")
+
+    def _origin(self):
+        "What `run.json` says of notebook, settings and machine."
+        notebook = self._notebook()
+        return dict(notebook=notebook.relative_to(self.root).as_posix(), notebook_sha256=notebook_hash(notebook),
+                    commit=_commit(self.root), scale=self.scale, parameters=self.parameters, seed=self.seed,
+                    device=device_name(self.device), versions=versions(), threads=torch.get_num_threads())
+
+# %% ../../nbs/lab/20_run.ipynb #741bc780
+@dataclass
+class Run(_Setup):
+    """One execution of one notebook; made by `start`, closed by `finish`."""
+    sources: list = field(default_factory=list)
+    claims: list = field(default_factory=list)
+    began: float = field(default_factory=time.time)
 
     def data(self, name: str):
         "Name data that results of this run were made from."
@@ -232,15 +247,8 @@ class Run:
         write_json(self.folder / "run.json", self._provenance())
         print(f"{self.stem}: {len(self.claims)} claims, {len(self._files())} files, scale {self.scale}")
 
-    def _files(self):
-        return sorted(p for p in self.folder.iterdir() if p.name != "run.json")
-
     def _provenance(self):
-        notebook = self._notebook()
-        return dict(notebook=notebook.relative_to(self.root).as_posix(), notebook_sha256=notebook_hash(notebook),
-                    commit=_commit(self.root), scale=self.scale, parameters=self.parameters, seed=self.seed,
-                    data=self.sources, device=device_name(self.device), versions=versions(),
-                    threads=torch.get_num_threads(), finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        return dict(self._origin(), data=self.sources, finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                     seconds=round(time.time() - self.began, 1),
                     files={p.name: _sha256(p.read_bytes()) for p in self._files()})
 

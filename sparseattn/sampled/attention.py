@@ -10,7 +10,6 @@ __all__ = ['cycle_attention', 'opening_pattern', 'window_attention', 'sample_two
 # %% ../../nbs/sampled/51_attention.ipynb #5485a6ec
 import functools
 import itertools
-import math
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_mask, check_qkv,
-                                       check_qkv_form, checked_cloud, dense_attention, hide_masked)
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_mask, check_qkv, check_qkv_form,
+                                       checked_cloud, dense_attention, hide_masked)
+from ..core.native import c_kernels
 from ..core.transformer import head_channels, register_attention
 from .cycles import (_advance, _check_order_form, _real_first, check_order, cycle_successor,
                                        sample_cycle, shift_attention)
@@ -40,97 +40,9 @@ def _clear(x, mask):
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
 
 # %% ../../nbs/sampled/51_attention.ipynb #1ce9e505
-_PIECE = 4096  # rows whose temporaries stay in the cache
-_WHOLE = 2**19  # numbers, up to which whole tensors stay there
-
-
-def _two_rows(x, pairs, weights):
-    "weights[i, 0] x[pairs[i, 0]] + weights[i, 1] x[pairs[i, 1]], for every i."
-    start = torch.arange(0, pairs.numel() + 1, 2, device=x.device)
-    return torch.embedding_bag(x, pairs.flatten(), start, False, 0, False, weights.flatten(), True)[0]
-
-
-def _products_of_difference(x, pairs, y):
-    "y[i] . (x[pairs[i, 1]] - x[pairs[i, 0]]), for every i."
-    piece = len(y) if x.is_cuda else _PIECE
-    difference = x.new_tensor([-1.0, 1.0]).expand(min(piece, len(y)), 2)
-    out = x.new_empty(len(y))
-    for rows, chosen, result in zip(y.split(piece), pairs.split(piece), out.split(piece), strict=True):
-        torch.sum(_two_rows(x, chosen, difference[: len(rows)]).mul_(rows), 1, out=result)
-    return out
-
-
-def _pairs(following):
-    "Each row's number, and that of the next row."
-    return torch.stack([torch.arange(len(following), device=following.device), following], 1)
-
-# %% ../../nbs/sampled/51_attention.ipynb #98687fbf
-def _whole(q):
-    "Whether the formula is written down for whole tensors."
-    return torch.compiler.is_compiling() or q.is_cuda or q.numel() <= _WHOLE
-
-
-def _attend(q, k, v, following, scale):
-    "Output, share of the next row, and score, by rows."
-    if _whole(q):
-        ahead = k.index_select(0, following)  # used three times: taking a new large array costs more than filling it
-        score = ahead.sub_(k).mul_(q).sum(1).mul_(scale)
-        share, ahead = score.sigmoid(), ahead if v.shape == k.shape else torch.empty_like(v)
-        torch.index_select(v, 0, following, out=ahead)
-        return torch.lerp(v, ahead, share[:, None], out=ahead), share, score
-    pairs = _pairs(following)
-    score = _products_of_difference(k, pairs, q).mul_(scale)
-    share = score.sigmoid()
-    return _two_rows(v, pairs, torch.stack([1 - share, share], 1)), share, score
-
-# %% ../../nbs/sampled/51_attention.ipynb #5d22b2f1
-def _attend_backward(q, k, v, following, share, scale, grad):
-    "Gradients by queries, keys and values."
-    pairs, own = _pairs(following), 1 - share
-    back = torch.empty_like(following).scatter_(0, following, pairs[:, 0])
-    if _whole(q):
-        to_score = v.index_select(0, following).sub_(v).mul_(grad).sum(1).mul_(own).mul_(share).mul_(scale)[:, None]
-        to_q = k.index_select(0, following).sub_(k).mul_(to_score)
-        to_k, to_next = to_score * q, grad * share[:, None]
-        return to_q, to_k.index_select(0, back) - to_k, (grad - to_next).add_(to_next.index_select(0, back))
-    before = _pairs(back)
-    to_score = _products_of_difference(v, pairs, grad).mul_(own).mul_(share).mul_(scale)
-    to_q = _two_rows(k, pairs, torch.stack([-to_score, to_score], 1))
-    to_k = _two_rows(q, before, torch.stack([-to_score, to_score[back]], 1))
-    return to_q, to_k, _two_rows(grad, before, torch.stack([own, share[back]], 1))
-
-# %% ../../nbs/sampled/51_attention.ipynb #a06f16f0
-class _NotFinite(Exception):
-    "A score or an output is not finite."
-
-
-def _watched(q, k, v, following, scale, watch):
-    "Output and share by rows, and the number of the row after each; `watch` raises `_NotFinite`."
-    out, share, score = _attend(q, k, v, following, scale)
-    if watch and not math.isfinite((score.sum() + out.sum()).item()):
-        raise _NotFinite
-    return out, share
-
-
-class _CycleAttention(torch.autograd.Function):
-    "`_watched` with its gradient; its first result alone."
-
-    @staticmethod
-    def forward(ctx, q, k, v, following, scale, watch):
-        out, share = _watched(q, k, v, following, scale, watch)
-        ctx.save_for_backward(q, k, v, following, share)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return *_attend_backward(*ctx.saved_tensors, ctx.scale, grad), None, None, None
-
-# %% ../../nbs/sampled/51_attention.ipynb #692529dd
-def _next_row(after, batch, heads, by_point):
+def _next_row(order, count, batch, heads, by_point):
     "Number of the row after each row."
-    n = after.shape[-1]
+    after, n = _advance(order, 1, count), order.shape[-1]
     if by_point:
         start = torch.arange(0, batch * heads * n, heads * n, device=after.device).view(-1, 1, 1)
         rows = after.transpose(1, 2) * heads + torch.arange(heads, device=after.device) + start
@@ -138,50 +50,245 @@ def _next_row(after, batch, heads, by_point):
         rows = after + torch.arange(0, batch * heads * n, n, device=after.device).view(batch, heads, 1)
     return rows.flatten()
 
+# %% ../../nbs/sampled/51_attention.ipynb #98687fbf
+def _attend(q, k, v, order, count, form, scale):
+    "Output, and share of the next row, by rows."
+    following = _next_row(order, count, *form)
+    share = (k.index_select(0, following) - k).mul_(q).sum(1).mul_(scale).sigmoid_()
+    return torch.lerp(v, v.index_select(0, following), share[:, None]), share
 
-def _successor(order):
-    "Point after each point, going round; it shows what `check_order` would refuse, with less work."
-    if order.is_cuda:  # where an index out of range cannot be caught
+# %% ../../nbs/sampled/51_attention.ipynb #5d22b2f1
+def _attend_backward(q, k, v, order, count, share, form, scale, grad):
+    "Gradients by queries, keys and values."
+    following = _next_row(order, count, *form)
+    back = torch.empty_like(following).scatter_(0, following, torch.arange(len(following), device=q.device))
+    to_score = (v.index_select(0, following) - v).mul_(grad).sum(1).mul_(1 - share).mul_(share).mul_(scale)[:, None]
+    to_q = (k.index_select(0, following) - k).mul_(to_score)
+    to_k, to_next = to_score * q, grad * share[:, None]
+    return to_q, to_k.index_select(0, back) - to_k, (grad - to_next).add_(to_next.index_select(0, back))
+
+# %% ../../nbs/sampled/51_attention.ipynb #2b95363b
+_WALK = r"""
+#include <stdint.h>
+#include <string.h>
+#include <tgmath.h>
+
+enum { CLOUDS, HEADS, POINTS, WIDTH, VALUES, BY_POINT, ORDERS, OF_CLOUD, THREADS };
+enum { PIECE = 2048, AHEAD = 6, LARGE = 1 << 14 };  // points, points, numbers worth a second thread
+typedef struct { const int64_t *order; int64_t points, first, step, from, to; } Walk;
+
+static int64_t pieces(const int64_t *s) { return s[CLOUDS] * s[HEADS] * ((s[POINTS] + PIECE - 1) / PIECE); }
+
+static Walk piece(int64_t number, const int64_t *order, const int64_t *count, const int64_t *s) {
+    int64_t n = s[POINTS], parts = (n + PIECE - 1) / PIECE, from = number % parts * PIECE;
+    int64_t head = number / parts % s[HEADS], cloud = number / parts / s[HEADS];
+    int64_t which = (s[ORDERS] > 1 ? cloud : 0) * s[OF_CLOUD] + (s[OF_CLOUD] > 1 ? head : 0);
+    int64_t first = s[BY_POINT] ? cloud * n * s[HEADS] + head : (cloud * s[HEADS] + head) * n;
+    return (Walk){order + n * which, count ? count[cloud] : n, first, s[BY_POINT] ? s[HEADS] : 1, from,
+                  from + PIECE < n ? from + PIECE : n};
+}
+
+static int64_t row(Walk w, int64_t place) { return w.first + w.order[place] * w.step; }
+static int64_t next(Walk w, int64_t place) { return row(w, place + 1 < w.points ? place + 1 : 0); }
+static int64_t last(Walk w, int64_t place) { return row(w, place ? place - 1 : w.points - 1); }
+"""
+
+# %% ../../nbs/sampled/51_attention.ipynb #c6db96ea
+_ROWS = r"""
+static REAL product_of_difference(const REAL *x, const REAL *b, const REAL *a, int64_t d) {
+    REAL sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int64_t c = 0; c < d; c++) sum += x[c] * (b[c] - a[c]);
+    return sum;
+}
+
+static void ask(const REAL *x, int64_t d) {
+    for (int64_t c = 0; c < d; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
+}
+
+static int each_once(const int64_t *order, int64_t rows, int64_t n, char *seen) {
+    int fine = 1;
+    for (int64_t r = 0; fine && r < rows; r++) {
+        memset(seen, 0, n);
+        for (int64_t t = r * n; fine && t < (r + 1) * n; t++) {
+            uint64_t i = order[t];
+            fine = i < (uint64_t)n && !seen[i];
+            if (fine) seen[i] = 1;
+        }
+    }
+    return fine;
+}
+"""
+
+# %% ../../nbs/sampled/51_attention.ipynb #b8043374
+_FORWARD = r"""
+int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, const int64_t *count, REAL *out,
+            REAL *share, const int64_t *s, double scale) {
+    int64_t d = s[WIDTH], e = s[VALUES], number = pieces(s);
+    int strange = 0;
+    if (!each_once(order, s[ORDERS] * s[OF_CLOUD], s[POINTS], (char *)share)) return 2;  // in the room of what comes later
+    #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE) reduction(| : strange)
+    for (int64_t p = 0; p < number; p++) {
+        Walk w = piece(p, order, count, s);
+        for (int64_t t = w.from; t < w.to; t++) {
+            int64_t i = row(w, t);
+            if (t >= w.points) { memset(out + i * e, 0, e * sizeof(REAL)); share[i] = 0; continue; }
+            int64_t j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
+            ask(q + far * d, d), ask(k + far * d, d), ask(v + far * e, e);
+            REAL score = product_of_difference(q + i * d, k + j * d, k + i * d, d) * (REAL)scale;
+            REAL g = 1 / (1 + exp(-score)), sum = score;
+            #pragma omp simd reduction(+ : sum)
+            for (int64_t c = 0; c < e; c++) sum += out[i * e + c] = v[i * e + c] + g * (v[j * e + c] - v[i * e + c]);
+            strange |= !isfinite(sum);
+            share[i] = g;
+        }
+    }
+    return strange;
+}
+"""
+
+# %% ../../nbs/sampled/51_attention.ipynb #21077309
+_BACKWARD = r"""
+int backward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, const int64_t *count, const REAL *share,
+             const REAL *grad, REAL *to_q, REAL *to_k, REAL *to_v, const int64_t *s, double scale) {
+    int64_t d = s[WIDTH], e = s[VALUES], wide = d * sizeof(REAL), number = pieces(s);
+    #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE)
+    for (int64_t p = 0; p < number; p++) {
+        Walk w = piece(p, order, count, s);
+        REAL slope[2] = {0};  // of the scores of the last point and of this one
+        for (int64_t t = w.from; t < w.to; t++) {
+            int64_t i = row(w, t);
+            if (t >= w.points) {
+                memset(to_q + i * d, 0, wide), memset(to_k + i * d, 0, wide), memset(to_v + i * e, 0, e * sizeof(REAL));
+                continue;
+            }
+            int64_t h = last(w, t), j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
+            ask(q + far * d, d), ask(k + far * d, d), ask(v + far * e, e), ask(grad + far * e, e);
+            for (int m = t > w.from; m < 2; m++) {
+                int64_t a = m ? i : h, b = m ? j : i;
+                slope[m] = product_of_difference(grad + a * e, v + b * e, v + a * e, e) * share[a] * (1 - share[a]) * (REAL)scale;
+            }
+            #pragma omp simd
+            for (int64_t c = 0; c < d; c++) {
+                to_q[i * d + c] = slope[1] * (k[j * d + c] - k[i * d + c]);
+                to_k[i * d + c] = slope[0] * q[h * d + c] - slope[1] * q[i * d + c];
+            }
+            #pragma omp simd
+            for (int64_t c = 0; c < e; c++) to_v[i * e + c] = (1 - share[i]) * grad[i * e + c] + share[h] * grad[h * e + c];
+            slope[0] = slope[1];
+        }
+    }
+    return 0;
+}
+"""
+
+# %% ../../nbs/sampled/51_attention.ipynb #e90be04a
+_SOURCE = _WALK + _ROWS + _FORWARD + _BACKWARD
+
+
+def _kernels(x):
+    return c_kernels(_SOURCE, x)
+
+
+def _sizes(q, v, order, form):
+    (batch, heads, by_point), (orders, of_cloud, n) = form, order.shape
+    return batch, heads, n, q.shape[1], v.shape[1], by_point, orders, of_cloud, torch.get_num_threads()
+
+
+def _attend_in_c(kernels, q, k, v, order, count, form, scale, look):
+    "`_attend`; `look` is called if something is not finite."
+    out, share = torch.empty_like(v), q.new_empty(len(q))
+    found = kernels("forward", q, k, v, order, count, out, share, _sizes(q, v, order, form), float(scale))
+    if found == 2:
         check_order("order", order)
-    after = torch.full_like(order, -1)
-    try:
-        complete = after.scatter_(-1, order, order.roll(-1, -1)).amin().item() >= 0
-    except RuntimeError:  # an index out of range
-        complete = False
-    if not complete:
-        check_order("order", order)
-    return after
+    if found == 1 and look is not None:
+        look()
+    return out, share
 
 
-def _cycle_attention(q, k, v, order, scale, mask, watch=False):
-    "`order` (r, s, n), checked if there is a mask."
-    batch, heads, n, d = q.shape
-    dtype, (q, k, v) = q.dtype, (_clear(x, mask) for x in (q, k, v))
-    by_point = q.transpose(1, 2).is_contiguous()
-    rows = [(x.transpose(1, 2) if by_point else x).reshape(batch * heads * n, -1) for x in (q, k, v)]
-    rows = [x.float() for x in rows] if dtype in (torch.float16, torch.bfloat16) else rows
+def _attend_backward_in_c(kernels, q, k, v, order, count, share, form, scale, grad):
+    "`_attend_backward`."
+    to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
+    kernels("backward", q, k, v, order, count, share, grad, to_q, to_k, to_v,
+            _sizes(q, v, order, form), float(scale))
+    return to_q, to_k, to_v
+
+# %% ../../nbs/sampled/51_attention.ipynb #a06f16f0
+def _rows_of(x, by_point):
+    "Rows (r, d) of x (b, h, n, d), numbered in the order in which they lie."
+    return (x.transpose(1, 2) if by_point else x).reshape(-1, x.shape[3]).contiguous()
+
+
+def _laid_out(rows, form):
+    "Rows as (b, h, n, d)."
+    batch, heads, by_point = form
+    rows = rows.view(batch, -1, heads, rows.shape[1]) if by_point else rows.view(batch, heads, -1, rows.shape[1])
+    return rows.transpose(1, 2) if by_point else rows
+
+
+def _output(q, k, v, order, count, scale, look):
+    "Output (b, h, n, d), and what the gradient needs."
+    form = *q.shape[:2], q.transpose(1, 2).is_contiguous()
+    q, k, v = (_rows_of(x, form[2]) for x in (q, k, v))
+    kernels = _kernels(q)
+    if kernels is None:
+        out, share = _attend(q, k, v, order, count, form, scale)
+    else:
+        out, share = _attend_in_c(kernels, q, k, v, order, count, form, scale, look)
+    return _laid_out(out, form), (q, k, v, order, count, share), form
+
+# %% ../../nbs/sampled/51_attention.ipynb #d95fe4f3
+class _CycleAttention(torch.autograd.Function):
+    "The output, with its gradient."
+
+    @staticmethod
+    def forward(ctx, q, k, v, order, count, scale, look):
+        out, saved, form = _output(q, k, v, order, count, scale, look)
+        ctx.save_for_backward(*saved)
+        ctx.rest = form, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (form, scale), kernels = ctx.rest, _kernels(grad)
+        arguments = *ctx.saved_tensors, form, scale, _rows_of(grad, form[2])
+        found = _attend_backward(*arguments) if kernels is None else _attend_backward_in_c(kernels, *arguments)
+        return *(_laid_out(x, form) for x in found), None, None, None, None
+
+# %% ../../nbs/sampled/51_attention.ipynb #692529dd
+def _cycle_attention(q, k, v, order, scale, mask, look=None):
+    "`order` (r, s, n), checked unless a kernel will look at it: with a mask, or without kernels."
+    dtype, scale = q.dtype, q.shape[3] ** -0.5 if scale is None else scale
+    q, k, v = (_clear(x, mask) for x in (q, k, v))
+    if dtype in (torch.float16, torch.bfloat16):
+        q, k, v = q.float(), k.float(), v.float()
     order, count = _moved(order, mask)
-    after = _advance(order, 1, count) if torch.compiler.is_compiling() or mask is not None else _successor(order)
-    arguments = *rows, _next_row(after, batch, heads, by_point), d**-0.5 if scale is None else scale, watch
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
-    out = (_CycleAttention.apply(*arguments) if learns else _watched(*arguments)[0]).to(dtype)
-    out = out.view(batch, n, heads, -1).transpose(1, 2) if by_point else out.view(batch, heads, n, -1)
-    return _clear(out, mask)
+    arguments = q, k, v, order.contiguous(), count, scale, look
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    out = _CycleAttention.apply(*arguments) if learns else _output(*arguments)[0]
+    return _clear(out.to(dtype), mask)
 
 # %% ../../nbs/sampled/51_attention.ipynb #8a1db469
 def _check_input(q, k, v, order, mask, impl):
     check_qkv_form(q, k, v, mask)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"a cycle needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
-    _check_order_form("order", order, q.shape[2])
-    if order.shape[:-1] not in ((), q.shape[:1], q.shape[:2]):
-        raise ValueError(f"order must have shape (n,), (b, n) or (b, h, n), got {tuple(order.shape)}")
+    _check_order_fits(order, q)
     check_choice("impl", impl, ("fast", "reference"))
 
 
-def _check_visits(order):
+def _check_order_fits(order, q):
+    _check_order_form("order", order, q.shape[2])
+    if order.shape[:-1] not in ((), q.shape[:1], q.shape[:2]):
+        raise ValueError(f"order must have shape (n,), (b, n) or (b, h, n), got {tuple(order.shape)}")
+
+
+def _checked_order(order, q):
+    _check_order_fits(order, q)
     if not torch.compiler.is_compiling():  # a look at values would cut the compiled function in two
         check_order("order", order)
+    return order
 
 
 def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -210,20 +317,16 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
         tensor([3.0000, 1.5000, 4.5000])
     """
     _check_input(q, k, v, order, mask, impl)
-    if impl == "reference" or mask is not None:  # otherwise `_successor` looks
-        _check_visits(order)
-    if impl == "reference":
-        order, count = _moved(_three(order), mask)
-        own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device).expand(*order.shape, -1)
-        pattern = own.scatter(-1, _advance(order, 1, count)[..., None], True)
-        return dense_attention(q, k, v, pattern=pattern, scale=scale, mask=mask)
-    if torch.compiler.is_compiling():
-        return _cycle_attention(q, k, v, _three(order), scale, mask)
-    try:
-        return _cycle_attention(q, k, v, _three(order), scale, mask, watch=True)
-    except _NotFinite:
+    looked_at = impl == "fast" and mask is None and _kernels(q) is not None
+    if not looked_at and not torch.compiler.is_compiling():
         check_qkv(q, k, v, mask)
-    return _cycle_attention(q, k, v, _three(order), scale, mask)
+        _checked_order(order, q)
+    if impl == "fast":
+        return _cycle_attention(q, k, v, _three(order), scale, mask, lambda: check_qkv(q, k, v))
+    order, count = _moved(_three(order), mask)
+    own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device).expand(*order.shape, -1)
+    pattern = own.scatter(-1, _advance(order, 1, count)[..., None], True)
+    return dense_attention(q, k, v, pattern=pattern, scale=scale, mask=mask)
 
 # %% ../../nbs/sampled/51_attention.ipynb #697722f9
 def opening_pattern(order: Int[Tensor, "n"], window: int) -> Bool[Tensor, "n n"]:
@@ -299,7 +402,7 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
         torch.Size([1, 2, 10, 4])
     """
     _check_input(q, k, v, order, mask, impl)
-    _check_visits(order)
+    check_order("order", order)
     _check_window(window)
     if impl == "reference":
         return dense_attention(q, k, v, pattern=_windows_as_matrix(order, window, mask, q), scale=scale, mask=mask)
@@ -413,12 +516,34 @@ def random_keys_attention(q: Float[Tensor, "b h m d"], k: Float[Tensor, "b h n d
     out = torch.lerp(v1, v2, share)
     return out if mask is None else out.masked_fill(~mask.any(1)[:, None, None, None], 0)
 
+# %% ../../nbs/sampled/51_attention.ipynb #cef0fc82
+class _Order(nn.Module):
+    "The order of each call of the layer."
+
+    def __init__(self, resample, seed):
+        super().__init__()
+        check_choice("resample", resample, ("layer", "batch", "fixed"))
+        self.resample, self.seed, self.calls = resample, seed, 0
+
+    def draw(self, points: int, generator: torch.Generator | None = None, device=None) -> Int[Tensor, "n"]:
+        """The order of this call, (n,)."""
+        if self.resample == "layer":
+            return sample_cycle(points, generator=generator, device=device)
+        own = torch.Generator().manual_seed(self.seed + self.calls * (self.resample == "batch"))
+        self.calls += 1
+        return sample_cycle(points, generator=own).to(device)
+
+    def get_extra_state(self):
+        """The number of calls so far, which the draws of "batch" follow."""
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state):
+        """See `get_extra_state`."""
+        self.calls = int(state)
+
 # %% ../../nbs/sampled/51_attention.ipynb #0c648e8a
-_RESAMPLE = ("layer", "batch", "fixed")
-
-
 @register_attention("sampled")
-class SampledAttention(nn.Module):
+class SampledAttention(_Order):
     """Multi-head attention along random Hamiltonian cycles.
 
     Sampled Transformer, Eq 3-5, windows in parallel.
@@ -434,7 +559,8 @@ class SampledAttention(nn.Module):
         head_dim: channels of a head; None takes `dim // heads`.
 
     Raises:
-        ValueError: see `head_channels`; options out of range; input that does not fit, see `checked_cloud`.
+        ValueError: see `head_channels`; options out of range; input that does not fit, see `checked_cloud` and
+            `check_order`.
 
     Example:
         >>> layer = SampledAttention(16, 4)
@@ -444,14 +570,13 @@ class SampledAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, resample: str = "layer", cycles: int = 1, window: int = 2, seed: int = 0,
                  head_dim: int | None = None):
-        super().__init__()
-        check_choice("resample", resample, _RESAMPLE)
+        super().__init__(resample, seed)
         check_count("cycles", cycles)
         _check_window(window)
         if cycles > 1 and window > 2:
             raise ValueError(f"cycles above 1 need a window of 2, got {cycles} cycles and a window of {window}")
         self.heads, self.head_dim = heads, head_channels(dim, heads, head_dim)
-        self.resample, self.cycles, self.window, self.seed, self.calls = resample, cycles, window, seed, 0
+        self.cycles, self.window = cycles, window
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
         self.out = nn.Linear(heads * self.head_dim, dim)
 
@@ -459,14 +584,6 @@ class SampledAttention(nn.Module):
         """Queries, keys and values `(b, h, n, d)`."""
         return [f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
                 for f in (self.query, self.key, self.value)]
-
-    def draw(self, points: int, generator: torch.Generator | None = None, device=None) -> Int[Tensor, "n"]:
-        """The order of this call, (n,)."""
-        if self.resample == "layer":
-            return sample_cycle(points, generator=generator, device=device)
-        own = torch.Generator().manual_seed(self.seed + self.calls * (self.resample == "batch"))
-        self.calls += 1
-        return sample_cycle(points, generator=own).to(device)
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
@@ -476,8 +593,8 @@ class SampledAttention(nn.Module):
         Masked points return 0. `order`, (n,), (b, n) or (b, h, n), replaces the draw.
         """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features)
-        order = self.draw(x.shape[1], generator, x.device) if order is None else order
         q, k, v = self.heads_of(x)
+        order = self.draw(x.shape[1], generator, x.device) if order is None else _checked_order(order, q)
         if self.cycles > 1:
             attended = shift_attention(q, k, v, order, min(self.cycles, max(1, x.shape[1] - 1)), mask=mask)
         elif self.window > 2:
@@ -486,14 +603,6 @@ class SampledAttention(nn.Module):
             attended = _cycle_attention(q, k, v, _three(order), None, mask)
         out = hide_masked(self.out(attended.transpose(1, 2).flatten(2)), mask)
         return (out, _info(self, x, mask, order)) if return_info else out
-
-    def get_extra_state(self):
-        """The number of calls so far, which the draws of "batch" follow."""
-        return torch.tensor(self.calls)
-
-    def set_extra_state(self, state):
-        """See `get_extra_state`."""
-        self.calls = int(state)
 
 # %% ../../nbs/sampled/51_attention.ipynb #8ba3a55d
 def _scored(n, window, cycles):

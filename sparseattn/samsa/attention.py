@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_qkv, check_qkv_form,
                                        checked_cloud, dense_attention, hide_masked, uncompiled)
+from ..core.native import c_kernels
 from ..core.relaxation import check_noise, check_tau, gumbel, straight_through
 from ..core.transformer import head_channels, register_attention
 from .sampling import _Swap
@@ -83,59 +85,230 @@ def _check_scores(noisy, need):
                          "without supports that is as many as it samples, and twice as many to train or to mix")
 
 # %% ../../nbs/samsa/71_attention.ipynb #eea6ddc9
-def _numbers(index, n, by_point):
-    "Numbers of the rows (b, h, m) among all, which lie cloud by cloud, then by point and head, or by head and point."
-    batch, heads, _ = index.shape
-    start = torch.arange(0, batch * heads * n, heads * n if by_point else n, device=index.device)
-    if by_point:
-        start = start.view(batch, 1, 1) + torch.arange(heads, device=index.device).view(heads, 1)
-        return torch.add(start, index, alpha=heads).flatten()
-    return (index + start.view(batch, heads, 1)).flatten()
+def _taken(x, index, table):
+    "Rows of x (b, h, n, d) by index (b, h, m); from n on rows of the table (h, s, d)."
+    place, n = index[..., None].expand(*index.shape, x.shape[3]), x.shape[2]
+    if table is None:
+        return x.gather(2, place)
+    table = table.to(x.dtype).expand(len(x), -1, -1, -1)
+    return torch.where(place < n, x.gather(2, place.clamp(max=n - 1)), table.gather(2, (place - n).clamp(min=0)))
 
 # %% ../../nbs/samsa/71_attention.ipynb #544c5c00
-def _gathered(x, index, table=None):
-    "Rows of every x (b, h, n, d) by index (b, h, m); from n on rows of its table (h, s, d)."
-    n, found, before = x[0].shape[2], [], None
-    own = index if table is None else index.clamp(max=n - 1)
-    for part in x:
-        by_point = part.stride(2) > part.stride(1)
-        number = number if by_point is before else _numbers(own, n, by_point)
-        rows = (part.transpose(1, 2) if by_point else part).reshape(-1, part.shape[3])
-        found.append(rows.index_select(0, number).view(*index.shape, -1))
-        before = by_point
-    if table is None:
-        return found
-    other = (index - n).clamp(min=0) + table[0].shape[1] * torch.arange(index.shape[1], device=index.device)[:, None]
-    others = [part.flatten(0, 1).index_select(0, other.flatten()).view(*index.shape, -1) for part in table]
-    mine = (index < n)[..., None]
-    return [torch.where(mine, a, b.to(a.dtype)) for a, b in zip(found, others, strict=True)]
+_ROWS = r"""
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { CLOUDS, HEADS, TOKENS, CHOSEN, WIDTH, VALUES, KEYS_BY_POINT, VALUES_BY_POINT, SUPPORTS, THREADS, QUERIES, QUERIES_BY_POINT };
+enum { AHEAD = 8, LARGE = 1 << 14 };  // rows, numbers worth a second thread
+
+// Number of row i of a head of a cloud.
+static int64_t number(int64_t i, int64_t pair, int64_t rows, int64_t by_point, const int64_t *s) {
+    return by_point ? (pair / s[HEADS] * rows + i) * s[HEADS] + pair % s[HEADS] : pair * rows + i;
+}
+
+// Where row i is: among the tokens, or from TOKENS on among the supports of table `own`.
+static REAL *row(REAL *x, REAL *supports, int64_t i, int64_t pair, int64_t own, int64_t width, int64_t by_point, const int64_t *s) {
+    if (i >= s[TOKENS]) return supports + (own * s[SUPPORTS] + i - s[TOKENS]) * width;
+    return x + number(i, pair, s[TOKENS], by_point, s) * width;
+}
+
+static void ask(const REAL *x, int64_t width) {
+    for (int64_t c = 0; c < width; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
+}
+
+// The sum of a row shows whether all of it is finite.
+static REAL copy(REAL *to, const REAL *from, int64_t width) {
+    REAL sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int64_t c = 0; c < width; c++) sum += to[c] = from[c];
+    return sum;
+}
+
+static inline int64_t work(const int64_t *s) { return s[CLOUDS] * s[HEADS] * s[CHOSEN] * (s[WIDTH] + s[VALUES]); }
+"""
+
+# %% ../../nbs/samsa/71_attention.ipynb #5c186d61
+_GATHER = r"""
+// Without room for values of their own, they stand beside the keys.
+static int gathered(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *keys, REAL *values,
+                    const int64_t *s) {
+    int64_t m = s[CHOSEN], d = s[WIDTH], e = s[VALUES], head = pair % s[HEADS];
+    int64_t next_key = values ? d : d + e, next_value = values ? e : d + e;
+    int strange = 0;
+    if (!values) values = keys + d;
+    for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
+        if (a + AHEAD < (pair + 1) * m) {
+            ask(row(k, own_k, index[a + AHEAD], pair, head, d, s[KEYS_BY_POINT], s), d);
+            ask(row(v, own_v, index[a + AHEAD], pair, head, e, s[VALUES_BY_POINT], s), e);
+        }
+        REAL sum = copy(keys + a * next_key, row(k, own_k, index[a], pair, head, d, s[KEYS_BY_POINT], s), d);
+        sum += copy(values + a * next_value, row(v, own_v, index[a], pair, head, e, s[VALUES_BY_POINT], s), e);
+        strange |= !isfinite(sum);
+    }
+    return strange;
+}
+
+int gather(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *out, const int64_t *s) {
+    int strange = 0;
+    #pragma omp parallel for num_threads(s[THREADS]) if (work(s) > LARGE) reduction(| : strange)
+    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
+        strange |= gathered(pair, k, v, own_k, own_v, index, out, NULL, s);
+    return strange;
+}
+
+int scatter(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, const REAL *grad, const int64_t *s) {
+    int64_t m = s[CHOSEN], d = s[WIDTH], e = s[VALUES];
+    #pragma omp parallel for num_threads(s[THREADS]) if (work(s) > LARGE)
+    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
+        for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
+            copy(row(k, own_k, index[a], pair, pair, d, s[KEYS_BY_POINT], s), grad + a * (d + e), d);
+            copy(row(v, own_v, index[a], pair, pair, e, s[VALUES_BY_POINT], s), grad + a * (d + e) + d, e);
+        }
+    return 0;
+}
+"""
+
+# %% ../../nbs/samsa/71_attention.ipynb #c010b912
+_BEST = r"""
+// Numbers in the order of their scores.
+static uint64_t key(REAL score) {
+    double wide = score;
+    uint64_t u;
+    memcpy(&u, &wide, sizeof u);
+    return u >> 63 ? ~u : u | (uint64_t)1 << 63;
+}
+
+static int best(const REAL *scores, int64_t n, int64_t m, int64_t *index) {
+    uint64_t prefix = 0, mask = 0;
+    int64_t left = m, found = 0;
+    int bad = 0;
+    for (int shift = 53; mask != ~(uint64_t)0; shift = shift > 11 ? shift - 11 : 0) {
+        int64_t count[2048] = {0}, digit = 2047;
+        for (int64_t i = 0; i < n; i++) {
+            uint64_t u = key(scores[i]);
+            bad |= !(scores[i] < INFINITY);
+            if ((u & mask) == prefix) count[u >> shift & 2047]++;
+        }
+        if (bad) return 2;
+        while (count[digit] < left) left -= count[digit--];
+        prefix |= (uint64_t)digit << shift, mask |= (uint64_t)2047 << shift;
+        if (count[digit] == left) break;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t u = key(scores[i]) & mask;
+        if (u > prefix || (u == prefix && left-- > 0)) {
+            if (scores[i] == -INFINITY) return 2;
+            index[found++] = i;
+        }
+    }
+    return 0;
+}
+
+static inline int64_t search(const int64_t *s) {
+    return s[CLOUDS] * s[HEADS] * (s[TOKENS] + s[SUPPORTS] + s[QUERIES] * s[WIDTH]);
+}
+
+int choose(const REAL *scores, const REAL *q, REAL *k, REAL *v, REAL *own_k, REAL *own_v, int64_t *index, REAL *keys,
+           REAL *values, const int64_t *s) {
+    int64_t all = s[TOKENS] + s[SUPPORTS], m = s[CHOSEN], d = s[WIDTH];
+    int found = 0;
+    #pragma omp parallel for num_threads(s[THREADS]) if (work(s) + search(s) > LARGE) reduction(| : found)
+    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++) {
+        int bad = best(scores + pair * all, all, m, index + pair * m);
+        found |= bad ? bad : gathered(pair, k, v, own_k, own_v, index, keys, values, s);
+        for (int64_t i = 0; q && i < s[QUERIES]; i++) {
+            const REAL *query = q + number(i, pair, s[QUERIES], s[QUERIES_BY_POINT], s) * d;
+            REAL sum = 0;
+            #pragma omp simd reduction(+ : sum)
+            for (int64_t c = 0; c < d; c++) sum += query[c];
+            found |= !isfinite(sum);
+        }
+    }
+    return found;
+}
+"""
+_SOURCE = _ROWS + _GATHER + _BEST
+
+# %% ../../nbs/samsa/71_attention.ipynb #c01cedfd
+def _laid_out(x):
+    "The tensor with dimensions in the order in which it lies, and whether that is point by point."
+    turned = x.transpose(1, 2)
+    return (turned, True) if turned.is_contiguous() else (x.contiguous(), False)
+
+
+def _tables(k, supports):
+    "Keys and values of supports (h, s, d) for a kernel, and their number."
+    if supports is None:
+        return (None, None), 0
+    return [table.to(k.dtype).contiguous() for table in supports[:2]], supports[0].shape[1]
+
+
+def _zeros(like, batch, heads, n, width, by_point):
+    return like.new_zeros((batch, n, heads, width) if by_point else (batch, heads, n, width))
+
+# %% ../../nbs/samsa/71_attention.ipynb #5119358d
+class _Gather(torch.autograd.Function):
+    "Rows of keys and values (b, h, n, d), and from n on of supports (h, s, d), side by side."
+
+    @staticmethod
+    def forward(ctx, k, v, own_k, own_v, index, supports, look):
+        ctx.save_for_backward(index)
+        (batch, heads, n, d), e = k.shape, v.shape[3]
+        (k, keys_by_point), (v, values_by_point) = _laid_out(k), _laid_out(v)
+        ctx.sizes = (batch, heads, n, index.shape[2], d, e, keys_by_point, values_by_point, supports,
+                     torch.get_num_threads())
+        out = k.new_empty(batch, heads, index.shape[2], d + e)
+        strange = c_kernels(_SOURCE, k)("gather", k, v, own_k, own_v, index, out, ctx.sizes)
+        if strange and look is not None:
+            look()
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        batch, heads, n, _, d, e, keys_by_point, values_by_point, supports, _ = ctx.sizes
+        k, v = _zeros(grad, batch, heads, n, d, keys_by_point), _zeros(grad, batch, heads, n, e, values_by_point)
+        own = [_zeros(grad, batch, heads, supports, width, False) if supports else None for width in (d, e)]
+        c_kernels(_SOURCE, grad)("scatter", k, v, *own, *ctx.saved_tensors, grad.contiguous(), ctx.sizes)
+        k, v = k.transpose(1, 2) if keys_by_point else k, v.transpose(1, 2) if values_by_point else v
+        return k, v, *(x if x is None else x.sum(0) for x in own), None, None, None
+
+# %% ../../nbs/samsa/71_attention.ipynb #a624a348
+def _chosen(k, v, index, supports, look=None):
+    "Keys and values side by side (b, h, m, d + e), by index (b, h, m); `look` is called if one is not finite."
+    if c_kernels(_SOURCE, k) is not None:
+        tables, number = _tables(k, supports)
+        return _Gather.apply(k, v, *tables, index, number, look)
+    tables = (None, None) if supports is None else supports[:2]
+    rows = torch.cat([_taken(x, index, table) for x, table in zip((k, v), tables, strict=True)], -1)
+    if look is not None and not math.isfinite(rows.detach().sum().item()):
+        look()
+    return rows
 
 # %% ../../nbs/samsa/71_attention.ipynb #aa392a9e
-def _mixed(keys, values, scores, top, index, samples, tau, hard):
-    "Keys and values y_a from those of the 2k candidates (b, h, 2k, d)."
-    x, scores = torch.cat([keys, values], -1).flatten(0, 1), scores.gather(-1, index).flatten(0, 1)
+def _mixed(x, scores, top, index, samples, tau, hard):
+    "Rows y_a from the 2k candidates x (b, h, 2k, c)."
+    rows, scores = x.flatten(0, 1), scores.gather(-1, index).flatten(0, 1)
     with torch.autocast(x.device.type, enabled=False):
-        rows = uncompiled(_Swap.apply)(x, scores, x.detach(), top.flatten(0, 1), None, samples, float(tau), hard)
-    return rows.view(*keys.shape[:2], samples, -1).split([keys.shape[3], values.shape[3]], -1)
+        rows = uncompiled(_Swap.apply)(rows, scores, rows.detach(), top.flatten(0, 1), None, samples, float(tau), hard)
+    return rows.view(*x.shape[:2], samples, -1)
 
 # %% ../../nbs/samsa/71_attention.ipynb #a2844e65
-def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=None, cap=False, watch=False):
-    "Output, and the rows chosen (b, h, k): tokens, then supports."
-    scores, noisy = _scored(scores, noise, mask, supports)
-    compares, noisy = _compares(scores, hard), noisy.detach()
+def _searched(q, k, v, scores, noisy, supports, samples, tau, hard, cap, look):
+    "Keys and values (b, h, k, d) to attend to, and their numbers (b, h, k)."
+    compares = _compares(scores, hard)
     need = samples * (1 + compares)
     top, index = noisy.topk(min(need, noisy.shape[-1]), -1, sorted=compares)
     if top.shape[-1] < need or not math.isfinite(top.sum().item()):
         _check_scores(noisy, need)
-    keys, values = _gathered((k, v), index, supports and supports[:2])
+    rows = _chosen(k, v, index, supports, look)
     if compares:
         scores = _capped(scores, top, samples, tau) if cap else scores
-        keys, values = _mixed(keys, values, scores, top, index, samples, tau, hard)
-    q = _clear(q, mask)
-    if watch and not math.isfinite((q.detach().sum() + keys.detach().sum() + values.detach().sum()).item()):
-        check_qkv(q, k, v, mask)
-    out = F.scaled_dot_product_attention(q, keys, values, scale=scale)
-    return _clear(out, mask), index[..., :samples]
+        rows = _mixed(rows, scores, top, index, samples, tau, hard)
+    if look is not None and not math.isfinite(q.detach().sum().item()):
+        look()
+    return *rows.split([k.shape[3], v.shape[3]], -1), index[..., :samples]
 
 # %% ../../nbs/samsa/71_attention.ipynb #1d45d5dc
 def _capped(scores, top, samples, tau):
@@ -145,6 +318,41 @@ def _capped(scores, top, samples, tau):
     slope = (p * (1 - p) / tau).amax(0)[:, None]
     factor = (0.25 / slope.clamp(min=0.25)).to(scores.dtype)
     return torch.where(scores.isfinite(), scores.detach() + factor * (scores - scores.detach()), scores)
+
+# %% ../../nbs/samsa/71_attention.ipynb #4d37d519
+def _best(kernels, q, k, v, noisy, supports, samples, look):
+    "`_searched` for a hard choice without a gradient."
+    (batch, heads, n, d), e, queries = k.shape, v.shape[3], q.shape[2]
+    (q, queries_by_point), (k, keys_by_point), (v, values_by_point) = _laid_out(q), _laid_out(k), _laid_out(v)
+    tables, number = _tables(k, supports)
+    index = noisy.new_empty(batch, heads, samples, dtype=torch.int64)
+    keys, values = k.new_empty(batch, heads, samples, d), v.new_empty(batch, heads, samples, e)
+    found = kernels("choose", noisy.contiguous(), None if look is None else q, k, v, *tables, index, keys, values,
+                    (batch, heads, n, samples, d, e, keys_by_point, values_by_point, number, torch.get_num_threads(),
+                     queries, queries_by_point))
+    if found & 2:
+        _check_scores(noisy, samples)
+    if found & 1 and look is not None:
+        look()
+    return keys, values, index
+
+# %% ../../nbs/samsa/71_attention.ipynb #c3c2a4f0
+def _learn(*tensors):
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=None, cap=False, look=None):
+    "Output, and the rows chosen (b, h, k): tokens, then supports."
+    scores, noisy = _scored(scores, noise, mask, supports)
+    noisy, q, kernels = noisy.detach(), _clear(q, mask), None
+    if hard and samples <= noisy.shape[-1] and noisy.dtype == k.dtype and not _learn(k, v, scores, *supports or ()):
+        kernels = c_kernels(_SOURCE, k)
+    if kernels is None:
+        keys, values, index = _searched(q, k, v, scores, noisy, supports, samples, tau, hard, cap, look)
+    else:
+        keys, values, index = _best(kernels, q, k, v, noisy, supports, samples, look)
+    out = F.scaled_dot_product_attention(q, keys, values, scale=scale)
+    return _clear(out, mask), index
 
 # %% ../../nbs/samsa/71_attention.ipynb #d1c32331
 def _check_input(q, k, v, scores, samples, tau, mask, supports, impl):
@@ -173,7 +381,7 @@ def samsa_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
                     impl: str = "fast") -> Float[Tensor, "b h n e"]:
     """Attention of every query to the keys that a head has sampled by score; O(n * samples).
 
-    SAMSA, Sec 4.2 and 4.4, Algorithm 1. Ties of scores are broken as torch's `topk` breaks them.
+    SAMSA, Sec 4.2 and 4.4, Algorithm 1. Which of equal scores is taken is not defined.
 
     Args:
         q, k, v: queries, keys, values.
@@ -202,7 +410,8 @@ def samsa_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
     _check_input(q, k, v, scores, samples, tau, mask, supports, impl)
     if impl == "reference":
         return _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale)
-    return _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale, watch=True)[0]
+    return _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale,
+                   look=lambda: check_qkv(q, k, v, mask))[0]
 
 # %% ../../nbs/samsa/71_attention.ipynb #15a67ae8
 class Importance(nn.Module):
@@ -357,7 +566,7 @@ def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64) -> 
     generator = torch.Generator().manual_seed(n)
     q, k, v = torch.randn(3, 1, heads, n, width, generator=generator)
     scores = torch.randn(1, heads, n, generator=generator)
-    given = _gathered((k, v), scores.topk(samples).indices)
+    given = [_taken(x, scores.topk(samples).indices, None) for x in (k, v)]
     cases = {"samsa": lambda: samsa_attention(q, k, v, scores, samples=samples),
              "given keys": lambda: F.scaled_dot_product_attention(q, *given)}
     slow = {"gather": lambda: _expanded(q, k, v, scores, samples),

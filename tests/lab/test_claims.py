@@ -28,16 +28,16 @@ def decided(stated, typo, condition, sharper):
 def test_verdicts(stated, typo, condition, sharper):
     findings = dict(stated=stated, typo=typo, condition=condition, sharper=sharper)
     verdict = decided(stated, typo, condition, sharper)
-    assert claims.claim("X-1", expect=verdict, **FACTS, **findings).verdict == verdict
+    for expect in (verdict, None):
+        assert claims.claim("X-1", expect=expect, **FACTS, **findings).verdict == verdict
     for other in VERDICTS:
         if other != verdict:
             with pytest.raises(ClaimMismatch, match=f"X-1: the checks say '{verdict}', the notebook expects '{other}'"):
                 claims.claim("X-1", expect=other, **FACTS, **findings)
 
 
-@pytest.mark.parametrize("stated", [True, False])
-def test_a_repair_that_fails_raises(stated):
-    expect = "holds" if stated else "false as stated"
+@pytest.mark.parametrize("stated, expect", [(True, "holds"), (False, "false as stated"), (True, None), (False, None)])
+def test_a_repair_that_fails_raises(stated, expect):
     with pytest.raises(ClaimMismatch, match="X-1: the repair 'other' failed its check"):
         claims.claim("X-1", expect=expect, **FACTS, stated=stated, repair=("other", False))
 
@@ -57,9 +57,10 @@ def test_evidence_names_what_decided():
 @pytest.mark.parametrize("scale, needs", itertools.product(SCALES, SCALES))
 def test_claims_wait_for_their_scale(scale, needs):
     small = SCALES.index(scale) < SCALES.index(needs)
-    row = claims.claim("X-1", expect="holds", **FACTS, stated=not small, scale=scale, needs=needs, evidence="0.5")
-    assert row.verdict == ("not attempted" if small else "holds")
-    assert row.evidence == (f"needs scale {needs}; 0.5" if small else "0.5")
+    for expect in ("holds", None):
+        row = claims.claim("X-1", expect=expect, **FACTS, stated=not small, scale=scale, needs=needs, evidence="0.5")
+        assert row.verdict == ("not attempted" if small else "holds")
+        assert row.evidence == (f"needs scale {needs}; 0.5" if small else "0.5")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_claims_wait_for_their_scale(scale, needs):
 )
 def test_reproductions(ours, partly, verdict):
     row = claims.reproduce("X-2", **dict(NUMBER, ours=ours, partly=partly, expect=verdict))
+    assert row == claims.reproduce("X-2", **dict(NUMBER, ours=ours, partly=partly, expect=None))
     assert row.verdict == verdict and "paper 90" in row.evidence and "scale cpu" in row.evidence
     assert ("text" in row.evidence) == (verdict == "partly")
     for other in VERDICTS:
@@ -124,6 +126,13 @@ def test_refuses_verdicts_and_scales(make):
     for name in ("scale", "needs"):
         with pytest.raises(ValueError, match=f"{name} is 'huge'; it must be one of smoke, cpu, gpu, paper"):
             make(**{name: "huge"})
+
+
+def test_an_expectation_is_named_or_none_but_not_left_out():
+    with pytest.raises(TypeError, match="expect"):
+        claims.claim("X-1", **FACTS, stated=True)
+    with pytest.raises(TypeError, match="expect"):
+        claims.reproduce("X-2", **NUMBER)
 
 
 def test_shown_as_one_line():

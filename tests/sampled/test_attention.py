@@ -42,11 +42,48 @@ def test_equals_dense_on_its_pattern(n, lead, masked):
 
 @pytest.mark.parametrize("n", [1, 2, 7, 64])
 @pytest.mark.parametrize("masked", [False, True])
-def test_pieces_equal_dense_on_its_pattern(n, masked, monkeypatch):
-    """The form for sets that leave the cache, in pieces of a few rows."""
-    monkeypatch.setattr(module, "_WHOLE", 0)
-    monkeypatch.setattr(module, "_PIECE", 16)
+def test_equals_dense_without_kernels(n, masked, monkeypatch):
+    """What a GPU runs, and a machine without a compiler."""
+    monkeypatch.setattr(module, "_kernels", lambda x: None)
     test_equals_dense_on_its_pattern(n, (2, 3), masked)
+
+
+needs_kernels = pytest.mark.skipif(module._kernels(torch.zeros(1)) is None, reason="needs a C compiler")
+
+
+@needs_kernels
+@pytest.mark.parametrize("n", [2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("by_point, masked", itertools.product([False, True], repeat=2))
+def test_kernels_equal_torch_beyond_one_piece(n, by_point, masked, monkeypatch):
+    order = sample_cycle(n, batch=(2, 3), generator=torch.Generator().manual_seed(n))
+    mask = torch.arange(n) < torch.tensor([[n], [n // 2]]) if masked else None
+    tensors = _inputs(2, 3, n, 5)
+    if by_point:
+        tensors = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
+    found = _both(lambda *x: cycle_attention(*x, order, mask=mask), tensors)
+    monkeypatch.setattr(module, "_kernels", lambda x: None)
+    expected = _both(lambda *x: cycle_attention(*x, order, mask=mask), tensors)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@needs_kernels
+def test_threads_change_nothing():
+    order, tensors = sample_cycle(5000, generator=torch.Generator().manual_seed(0)), _inputs(1, 2, 5000, 16)
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(_both(lambda *x: cycle_attention(*x, order), tensors))
+    torch.set_num_threads(before)
+    assert all(x.equal(y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_large_finite_input_is_not_refused(kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(module, "_kernels", lambda x: None)
+    x = torch.full((1, 1, 3, 2), 1e30)
+    assert cycle_attention(x, x, x, torch.arange(3)).equal(x)
 
 
 @pytest.mark.parametrize("by_point, masked", [(False, False), (True, True)])
@@ -224,7 +261,6 @@ def test_bad_input():
              (lambda: cycle_attention(x, x, x, torch.tensor([0, 1, 1, 2]), mask=torch.ones(1, 4) > 0), once),
              (lambda: cycle_attention(x, x, x, torch.tensor([0, 1, 1, 2]), impl="reference"), once),
              (lambda: window_attention(x, x, x, torch.tensor([0, 1, 1, 2]), 3), once),
-             (lambda: SampledAttention(8, 2)(torch.zeros(1, 4, 8), order=torch.tensor([0, 1, 1, 2])), once),
              (lambda: cycle_attention(x, x, x, torch.arange(5)), "order must have shape"),
              (lambda: cycle_attention(x, x, x, torch.arange(4), impl="quick"), "impl"),
              (lambda: cycle_attention(x, x[:, :, :3], x[:, :, :3], torch.arange(4)), "as many queries as keys"),
@@ -243,6 +279,15 @@ def test_bad_input():
             call()
     with pytest.raises(TypeError, match="order must be an int64"):
         cycle_attention(x, x, x, torch.zeros(4))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"cycles": 2}])
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 4, dtype=torch.bool)])
+@pytest.mark.parametrize("order, message", [(torch.tensor([0, 1, 1, 2]), "once"), (torch.tensor([0, 1, 2, 4]), "once"),
+                                            (torch.arange(5), "shape"), (torch.arange(4).expand(3, 4), "shape")])
+def test_layer_refuses_a_bad_order(options, mask, order, message):
+    with pytest.raises(ValueError, match=f"order must .*{message}"):
+        SampledAttention(8, 2, **options)(torch.zeros(2, 4, 8), mask=mask, order=order)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

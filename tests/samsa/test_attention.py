@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from sparseattn.core.attention import dense_attention
+from sparseattn.core.native import c_kernels
 from sparseattn.core.relaxation import gumbel
 from sparseattn.core.transformer import DenseAttention, Encoder
+from sparseattn.samsa import attention
 from sparseattn.samsa.attention import (Importance, SAMSAAttention, samsa_attention, samsa_cases, samsa_cases_backward,
                                         samsa_flops)
 
@@ -45,6 +47,59 @@ def test_equals_selection_by_matrices(n, samples, supports, hard, noisy):
         tensors, options = _drawn(n, samples, supports, by_point=by_point), dict(hard=hard, tau=0.4, mask=m)
         options["noise"] = noise if noisy else None
         _same(_results(tensors, samples, **options), _results(tensors, samples, impl="reference", **options))
+
+
+@pytest.mark.parametrize("n, samples, supports", [(2, 1, 0), (3, 4, 8), (40, 7, 14)])
+@pytest.mark.parametrize("hard, noisy", list(itertools.product([False, True], [False, True])))
+def test_equals_selection_without_kernels(n, samples, supports, hard, noisy, monkeypatch):
+    """What a GPU runs, and a machine without a compiler."""
+    monkeypatch.setattr(attention, "c_kernels", lambda source, x: None)
+    test_equals_selection_by_matrices(n, samples, supports, hard, noisy)
+
+
+@pytest.mark.parametrize("layouts", itertools.product([False, True], repeat=3))
+@pytest.mark.parametrize("kernels", [True, False])
+def test_inference_in_every_layout(layouts, kernels, monkeypatch):
+    """No gradient is asked for, so that only the rows wanted are looked for."""
+    if not kernels:
+        monkeypatch.setattr(attention, "c_kernels", lambda source, x: None)
+    for n, samples, supports, keys in ((1, 1, 0, 0), (3, 4, 8, 0), (40, 7, 14, 0), (5, 30, 0, 30), (5, 4, 3, 12)):
+        tensors = [x.detach() for x in _drawn(n, samples, supports, keys=keys, width=6)]
+        tensors[:3] = [x.transpose(1, 2).contiguous().transpose(1, 2) if by_point else x
+                       for x, by_point in zip(tensors[:3], layouts, strict=True)]
+        q, k, v, scores, *table = tensors
+        mask = None if keys else torch.arange(n) < torch.tensor([[n], [max(1, n - 2)]])
+        if mask is not None and mask.sum(1).min() + supports < samples:
+            mask = None
+        fast, slow = (samsa_attention(q, k, v, scores, samples=samples, supports=table or None, mask=mask, impl=impl)
+                      for impl in ("fast", "reference"))
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(c_kernels(attention._SOURCE, torch.zeros(1)) is None, reason="needs a C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n, samples", [(1, 1), (7, 3), (7, 7), (1000, 1), (1000, 128), (1000, 999), (5000, 64)])
+def test_best_are_those_of_a_sort(dtype, n, samples):
+    """Scores of every kind: of all sizes, equal ones, both zeros, the smallest there are, -inf."""
+    g = torch.Generator().manual_seed(n + samples)
+    plain = torch.randn(4, n, generator=g, dtype=dtype)
+    kinds = [plain, plain * 10.0 ** torch.randint(-40, 30, (4, n), generator=g), plain.sign(), plain.round(),
+             torch.where(plain < 1, plain, 0.0 * plain), plain * torch.finfo(dtype).smallest_normal / 1000,
+             torch.where(torch.rand(4, n, generator=g).argsort(1) < samples, plain, -torch.inf)]
+    one = torch.zeros(1, 4, n, 1, dtype=dtype)
+    for scores in kinds:
+        scores = scores[None].to(dtype)
+        args = (c_kernels(attention._SOURCE, one), one, one, one, scores, None, samples, None)
+        *_, index = attention._best(*args)
+        assert index.equal(index.sort(-1).values) and (index.diff(dim=-1) > 0).all()
+        assert scores.gather(-1, index).sort(-1).values.equal(scores.sort(-1).values[..., n - samples:])
+
+
+def test_gradient_of_rows_alone():
+    """Scores without a gradient: k rows are enough, and they get one."""
+    q, k, v, scores = _drawn(5, 4)
+    found = [samsa_attention(q, k, v, scores.detach(), samples=4, impl=impl) for impl in ("fast", "reference")]
+    _same(*[[out, *torch.autograd.grad(out.square().sum(), (q, k, v))] for out in found])
 
 
 def test_other_queries_than_keys_and_other_width_of_values():

@@ -1,0 +1,118 @@
+"""Functions in C get what Python gave them, and are done without where no compiler is."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from sparseattn.core import native
+from sparseattn.core.native import c_kernels
+
+SOURCE = r"""
+#include <stdint.h>
+#include <tgmath.h>
+
+int weighted(const REAL *x, const int64_t *sizes, REAL *out, double factor, int64_t number) {
+    if (!x) return 5;
+    #pragma omp parallel for num_threads(sizes[1])
+    for (int64_t i = 0; i < sizes[0]; i++) out[i] = factor * exp(x[i]) + number;
+    return 3;
+}
+"""
+needs_compiler = pytest.mark.skipif(c_kernels(SOURCE, torch.zeros(1)) is None, reason="needs a C compiler")
+
+
+@pytest.fixture
+def rebuilt():
+    "Nothing built before or by the test is kept."
+    native._kernels.cache_clear()
+    yield
+    native._kernels.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_arguments_arrive(dtype, tolerance, threads):
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    out = torch.empty_like(x)
+    assert c_kernels(SOURCE, x)("weighted", x, (1001, threads), out, -2.5, 2**33) == 3
+    torch.testing.assert_close(out, -2.5 * x.exp() + 2**33, rtol=tolerance, atol=0)
+    assert c_kernels(SOURCE, x)("weighted", None, (0, 1), None, 0.0, 0) == 5
+
+
+@needs_compiler
+def test_built_once_for_a_dtype(rebuilt):
+    x = torch.zeros(1)
+    assert c_kernels(SOURCE, x) is c_kernels(SOURCE, x) is not c_kernels(SOURCE, x.double())
+
+
+@needs_compiler
+def test_one_thread_where_torch_brings_none(rebuilt, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    test_arguments_arrive(torch.float64, 1e-14, 2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("unknown", ["-march=native", "-fopenmp "])
+def test_a_compiler_that_knows_less(rebuilt, monkeypatch, tmp_path, unknown):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\ncase "$* " in *"{unknown}"*) exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    test_arguments_arrive(torch.float64, 1e-14, 2)
+
+
+@needs_compiler
+def test_tensors_must_lie_in_one_piece():
+    x = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="contiguous tensors on the CPU"):
+        c_kernels(SOURCE, x)("weighted", x.T, (4, 1), x, 1.0, 0)
+
+
+def test_other_tensors_have_none():
+    for x in (torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.int64), torch.zeros(1, device="meta")):
+        assert c_kernels(SOURCE, x) is None
+    seen = []
+    torch.compile(lambda x: (seen.append(c_kernels(SOURCE, x)), x + 1)[1], backend="eager")(torch.zeros(2))
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("compiler", ["", "no-such-compiler -O1"])
+def test_without_a_compiler(rebuilt, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert c_kernels(SOURCE, torch.zeros(1)) is None
+
+
+def test_a_compiler_that_fails_is_named(rebuilt, monkeypatch, tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho out of paper >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", f"{broken} -x c")
+    with pytest.warns(UserWarning, match="broken failed: out of paper"):
+        assert c_kernels(SOURCE, torch.zeros(1)) is None
+
+
+@needs_compiler
+def test_every_source_builds_without_a_warning(tmp_path):
+    "All kernels of the package, with the compiler at its strictest."
+    from sparseattn.sampled.attention import _SOURCE as cycle
+    from sparseattn.samsa.attention import _SOURCE as chosen
+
+    for source in (cycle, chosen):
+        for real in native._REAL.values():
+            file = tmp_path / "kernels.c"
+            file.write_text(source)
+            command = ["cc", "-Wall", "-Wextra", "-Werror", "-O2", "-fopenmp-simd", "-Wno-unknown-pragmas", "-shared",
+                       "-fPIC", f"-DREAL={real}", "-o", str(tmp_path / "kernels.so"), str(file), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+
+def test_importing_builds_nothing():
+    code = "import sparseattn, sparseattn.core.native as n; assert n._kernels.cache_info().currsize == 0"
+    subprocess.run([sys.executable, "-c", code], check=True)
