@@ -186,8 +186,8 @@ def _extended(memory, q, k, v, real):
         of_k[..., start:] *= real[..., None]
     return queries, keys, near
 
-# %% ../../nbs/hept/32_attention.ipynb #e4619896
-class _Tile:
+# %% ../../nbs/hept/32_attention.ipynb #41925903
+class _Slots:
     "Extended rows of queries and keys of some heads, and buffers for a chunk of blocks."
 
     def __init__(self, memory, q, k, v, order_q, order_k, real, union, block_size):
@@ -218,6 +218,16 @@ class _Tile:
         "Where sums of that width go, to be added over tables."
         rows = self.memory.empty(f"sums of {name}", self.queries, slots.numel() + 1, width)
         return _Merge(rows, slots, self.step, self.chunks[0].weights.shape[1])
+
+
+def _block_numbers(slots, block_size, rows):
+    "Block of every row in one table."
+    numbers = torch.arange(len(slots) // block_size, dtype=torch.int32, device=slots.device)
+    return numbers.new_empty(rows).index_copy_(0, slots, numbers.repeat_interleave(block_size))
+
+# %% ../../nbs/hept/32_attention.ipynb #e4619896
+class _Tile(_Slots):
+    "Exponents and weights of the pairs, a chunk of blocks at a time."
 
     def exponents(self, table, i):
         "Chunk `i` with (-|q-k|^2/2 + shift) log2(e) of every pair as weights, and its blocks that stay wide."
@@ -253,12 +263,6 @@ class _Tile:
             of_q, of_k = block_q[self.parts_q[table][i]], block_k[self.parts_k[table][i]]
             w.masked_fill_(of_q.view(*w.shape[:2], 1) == of_k.view(len(w), 1, -1), 0)
         return chunk, far
-
-
-def _block_numbers(slots, block_size, rows):
-    "Block of every row in one table."
-    numbers = torch.arange(len(slots) // block_size, dtype=torch.int32, device=slots.device)
-    return numbers.new_empty(rows).index_copy_(0, slots, numbers.repeat_interleave(block_size))
 
 # %% ../../nbs/hept/32_attention.ipynb #dbb9a1a3
 # half square of the distance from a block's centre, beyond which float32 keeps less than 4 digits of a weight
@@ -623,8 +627,37 @@ class CoordinateDecay(nn.Module):
         omega = w.sum(1).clamp(max=50).exp().sum(-1)
         return torch.cat([omega[:, :1], omega], -1)
 
+# %% ../../nbs/hept/32_attention.ipynb #a7ff60c3
+class _Draws(nn.Module):
+    "Random directions and region counts; arguments as of `PointHash`."
+
+    def __init__(self, heads: int, width: int, *, coord_dims: int, tables: int = 3, block_size: int = 100,
+                 regions: float | None = None, codes: str = "coordinates", as_released: bool = False,
+                 generator: torch.Generator | None = None):
+        super().__init__()
+        check_count("tables", tables)
+        check_count("coord_dims", coord_dims)
+        _check_number("regions", 1 if regions is None else regions, 1)
+        check_choice("codes", codes, ("coordinates", "features", "none"))
+        self.block_size, self.regions, self.codes, self.as_released = block_size, regions, codes, as_released
+        self.given_labels = None  # aux codes from outside, for the released padding
+        functions = 2 if codes == "features" else min(coord_dims, 2)
+        count = 1 + (functions if codes == "features" else 0)
+        self.register_buffer("directions", torch.randn(count, tables, heads, width, generator=generator))
+        self.register_buffer("buckets", draw_buckets(tables, heads, regions or 150.0, functions=functions,
+                                                     generator=generator))
+
+    def _bucket_counts(self, batch, n, mask):
+        "Wanted numbers of buckets, (tables, b, h, functions)."
+        buckets = self.buckets.float()[:, None].expand(-1, batch, -1, -1)
+        if self.regions is not None:
+            return buckets
+        points = buckets.new_full((batch,), n) if mask is None else mask.sum(-1).to(buckets.dtype)
+        total = (points / (4 * self.block_size)).clamp(min=1).view(1, batch, 1, 1)
+        return (buckets * (total / 150.0) ** (1 / buckets.shape[-1])).clamp(min=1)
+
 # %% ../../nbs/hept/32_attention.ipynb #8fd62205
-class PointHash(nn.Module):
+class PointHash(_Draws):
     """Random directions and region counts, and the orders into which they sort points; HEPT Sec 4.2.
 
     Args:
@@ -643,22 +676,6 @@ class PointHash(nn.Module):
         >>> [order.shape for order in PointHash(2, 4, coord_dims=2)(q, q, torch.rand(1, 50, 2))]
         [torch.Size([3, 1, 2, 50]), torch.Size([3, 1, 2, 50])]
     """
-
-    def __init__(self, heads: int, width: int, *, coord_dims: int, tables: int = 3, block_size: int = 100,
-                 regions: float | None = None, codes: str = "coordinates", as_released: bool = False,
-                 generator: torch.Generator | None = None):
-        super().__init__()
-        check_count("tables", tables)
-        check_count("coord_dims", coord_dims)
-        _check_number("regions", 1 if regions is None else regions, 1)
-        check_choice("codes", codes, ("coordinates", "features", "none"))
-        self.block_size, self.regions, self.codes, self.as_released = block_size, regions, codes, as_released
-        self.given_labels = None  # aux codes from outside, for the released padding
-        functions = 2 if codes == "features" else min(coord_dims, 2)
-        count = 1 + (functions if codes == "features" else 0)
-        self.register_buffer("directions", torch.randn(count, tables, heads, width, generator=generator))
-        self.register_buffer("buckets", draw_buckets(tables, heads, regions or 150.0, functions=functions,
-                                                     generator=generator))
 
     def forward(self, q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c"] | None,
                 mask: Bool[Tensor, "b n"] | None = None) -> list[Int[Tensor, "t b h n"]]:
@@ -680,15 +697,6 @@ class PointHash(nn.Module):
         """Aux codes from coordinates, (tables, b, h, n)."""
         values = _aux_values("coordinates", None, None, coords, None)
         return _labels(values, self._bucket_counts(*coords.shape[:2], mask), mask, self.as_released)[0]
-
-    def _bucket_counts(self, batch, n, mask):
-        "Wanted numbers of buckets, (tables, b, h, functions)."
-        buckets = self.buckets.float()[:, None].expand(-1, batch, -1, -1)
-        if self.regions is not None:
-            return buckets
-        points = buckets.new_full((batch,), n) if mask is None else mask.sum(-1).to(buckets.dtype)
-        total = (points / (4 * self.block_size)).clamp(min=1).view(1, batch, 1, 1)
-        return (buckets * (total / 150.0) ** (1 / buckets.shape[-1])).clamp(min=1)
 
 # %% ../../nbs/hept/32_attention.ipynb #92d19d40
 def _aux_values(codes, q, k, coords, directions):
