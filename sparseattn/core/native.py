@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # %% ../../nbs/core/06_native.ipynb #6ecb4821
 def _argument(x):
@@ -88,8 +89,8 @@ def c_kernels(source: str, x: Tensor):
         x: tensor whose device and dtype count, float32 or float64 on the CPU.
 
     Returns:
-        A function of a name and the arguments; None for other tensors, under `torch.compile`, and where no compiler is
-        found ($CC, or cc; empty turns kernels off).
+        A function of a name and the arguments; None for other tensors, under `torch.compile`, where a mode watches
+        torch's operations (to count them, say), and where no compiler is found ($CC, or cc; empty turns kernels off).
 
     Example:
         >>> x = torch.zeros(1)
@@ -97,6 +98,6 @@ def c_kernels(source: str, x: Tensor):
         >>> kernels is None or kernels("one", x) * x.item() == 7
         True
     """
-    if not x.is_cpu or x.dtype not in _REAL or torch.compiler.is_compiling():
+    if not x.is_cpu or x.dtype not in _REAL or torch.compiler.is_compiling() or _get_current_dispatch_mode():
         return None
     return _kernels(source, _REAL[x.dtype])

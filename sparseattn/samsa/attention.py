@@ -18,6 +18,7 @@ from ..core.attention import (AttentionInfo, check_choice, check_count, check_qk
                                        checked_cloud, dense_attention, hide_masked, uncompiled)
 from ..core.native import c_kernels
 from ..core.relaxation import check_noise, check_tau, gumbel, straight_through
+from ..core.tiles import few_keys_attention, laid_out
 from ..core.transformer import head_channels, register_attention
 from .sampling import _Swap
 
@@ -99,7 +100,7 @@ _ROWS = r"""
 #include <stdint.h>
 #include <string.h>
 
-enum { CLOUDS, HEADS, TOKENS, CHOSEN, WIDTH, VALUES, KEYS_BY_POINT, VALUES_BY_POINT, SUPPORTS, THREADS, QUERIES, QUERIES_BY_POINT };
+enum { CLOUDS, HEADS, TOKENS, CHOSEN, WIDTH, VALUES, KEYS_BY_POINT, VALUES_BY_POINT, SUPPORTS, THREADS };
 enum { AHEAD = 8, LARGE = 1 << 14 };  // rows, numbers worth a second thread
 
 // Number of row i of a head of a cloud.
@@ -130,20 +131,16 @@ static inline int64_t work(const int64_t *s) { return s[CLOUDS] * s[HEADS] * s[C
 
 # %% ../../nbs/samsa/71_attention.ipynb #5c186d61
 _GATHER = r"""
-// Without room for values of their own, they stand beside the keys.
-static int gathered(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *keys, REAL *values,
-                    const int64_t *s) {
+static int gathered(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *out, const int64_t *s) {
     int64_t m = s[CHOSEN], d = s[WIDTH], e = s[VALUES], head = pair % s[HEADS];
-    int64_t next_key = values ? d : d + e, next_value = values ? e : d + e;
     int strange = 0;
-    if (!values) values = keys + d;
     for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
         if (a + AHEAD < (pair + 1) * m) {
             ask(row(k, own_k, index[a + AHEAD], pair, head, d, s[KEYS_BY_POINT], s), d);
             ask(row(v, own_v, index[a + AHEAD], pair, head, e, s[VALUES_BY_POINT], s), e);
         }
-        REAL sum = copy(keys + a * next_key, row(k, own_k, index[a], pair, head, d, s[KEYS_BY_POINT], s), d);
-        sum += copy(values + a * next_value, row(v, own_v, index[a], pair, head, e, s[VALUES_BY_POINT], s), e);
+        REAL *to = out + a * (d + e), sum = copy(to, row(k, own_k, index[a], pair, head, d, s[KEYS_BY_POINT], s), d);
+        sum += copy(to + d, row(v, own_v, index[a], pair, head, e, s[VALUES_BY_POINT], s), e);
         strange |= !isfinite(sum);
     }
     return strange;
@@ -153,7 +150,7 @@ int gather(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REA
     int strange = 0;
     #pragma omp parallel for num_threads(s[THREADS]) if (work(s) > LARGE) reduction(| : strange)
     for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
-        strange |= gathered(pair, k, v, own_k, own_v, index, out, NULL, s);
+        strange |= gathered(pair, k, v, own_k, own_v, index, out, s);
     return strange;
 }
 
@@ -206,24 +203,17 @@ static int best(const REAL *scores, int64_t n, int64_t m, int64_t *index) {
 }
 
 static inline int64_t search(const int64_t *s) {
-    return s[CLOUDS] * s[HEADS] * (s[TOKENS] + s[SUPPORTS] + s[QUERIES] * s[WIDTH]);
+    return s[CLOUDS] * s[HEADS] * (s[TOKENS] + s[SUPPORTS]);
 }
 
-int choose(const REAL *scores, const REAL *q, REAL *k, REAL *v, REAL *own_k, REAL *own_v, int64_t *index, REAL *keys,
-           REAL *values, const int64_t *s) {
-    int64_t all = s[TOKENS] + s[SUPPORTS], m = s[CHOSEN], d = s[WIDTH];
+int choose(const REAL *scores, REAL *k, REAL *v, REAL *own_k, REAL *own_v, int64_t *index, REAL *rows,
+           const int64_t *s) {
+    int64_t all = s[TOKENS] + s[SUPPORTS], m = s[CHOSEN];
     int found = 0;
     #pragma omp parallel for num_threads(s[THREADS]) if (work(s) + search(s) > LARGE) reduction(| : found)
     for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++) {
         int bad = best(scores + pair * all, all, m, index + pair * m);
-        found |= bad ? bad : gathered(pair, k, v, own_k, own_v, index, keys, values, s);
-        for (int64_t i = 0; q && i < s[QUERIES]; i++) {
-            const REAL *query = q + number(i, pair, s[QUERIES], s[QUERIES_BY_POINT], s) * d;
-            REAL sum = 0;
-            #pragma omp simd reduction(+ : sum)
-            for (int64_t c = 0; c < d; c++) sum += query[c];
-            found |= !isfinite(sum);
-        }
+        found |= bad ? bad : gathered(pair, k, v, own_k, own_v, index, rows, s);
     }
     return found;
 }
@@ -231,12 +221,6 @@ int choose(const REAL *scores, const REAL *q, REAL *k, REAL *v, REAL *own_k, REA
 _SOURCE = _ROWS + _GATHER + _BEST
 
 # %% ../../nbs/samsa/71_attention.ipynb #c01cedfd
-def _laid_out(x):
-    "The tensor with dimensions in the order in which it lies, and whether that is point by point."
-    turned = x.transpose(1, 2)
-    return (turned, True) if turned.is_contiguous() else (x.contiguous(), False)
-
-
 def _tables(k, supports):
     "Keys and values of supports (h, s, d) for a kernel, and their number."
     if supports is None:
@@ -255,7 +239,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, k, v, own_k, own_v, index, supports, look):
         ctx.save_for_backward(index)
         (batch, heads, n, d), e = k.shape, v.shape[3]
-        (k, keys_by_point), (v, values_by_point) = _laid_out(k), _laid_out(v)
+        (k, keys_by_point), (v, values_by_point) = laid_out(k), laid_out(v)
         ctx.sizes = (batch, heads, n, index.shape[2], d, e, keys_by_point, values_by_point, supports,
                      torch.get_num_threads())
         out = k.new_empty(batch, heads, index.shape[2], d + e)
@@ -295,8 +279,8 @@ def _mixed(x, scores, top, index, samples, tau, hard):
     return rows.view(*x.shape[:2], samples, -1)
 
 # %% ../../nbs/samsa/71_attention.ipynb #a2844e65
-def _searched(q, k, v, scores, noisy, supports, samples, tau, hard, cap, look):
-    "Keys and values (b, h, k, d) to attend to, and their numbers (b, h, k)."
+def _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, look):
+    "Keys and values to attend to, side by side (b, h, k, d + e), and their numbers (b, h, k)."
     compares = _compares(scores, hard)
     need = samples * (1 + compares)
     top, index = noisy.topk(min(need, noisy.shape[-1]), -1, sorted=compares)
@@ -306,9 +290,7 @@ def _searched(q, k, v, scores, noisy, supports, samples, tau, hard, cap, look):
     if compares:
         scores = _capped(scores, top, samples, tau) if cap else scores
         rows = _mixed(rows, scores, top, index, samples, tau, hard)
-    if look is not None and not math.isfinite(q.detach().sum().item()):
-        look()
-    return *rows.split([k.shape[3], v.shape[3]], -1), index[..., :samples]
+    return rows, index[..., :samples]
 
 # %% ../../nbs/samsa/71_attention.ipynb #1d45d5dc
 def _capped(scores, top, samples, tau):
@@ -320,21 +302,20 @@ def _capped(scores, top, samples, tau):
     return torch.where(scores.isfinite(), scores.detach() + factor * (scores - scores.detach()), scores)
 
 # %% ../../nbs/samsa/71_attention.ipynb #4d37d519
-def _best(kernels, q, k, v, noisy, supports, samples, look):
+def _best(kernels, k, v, noisy, supports, samples, look):
     "`_searched` for a hard choice without a gradient."
-    (batch, heads, n, d), e, queries = k.shape, v.shape[3], q.shape[2]
-    (q, queries_by_point), (k, keys_by_point), (v, values_by_point) = _laid_out(q), _laid_out(k), _laid_out(v)
+    (batch, heads, n, d), e = k.shape, v.shape[3]
+    (k, keys_by_point), (v, values_by_point) = laid_out(k), laid_out(v)
     tables, number = _tables(k, supports)
     index = noisy.new_empty(batch, heads, samples, dtype=torch.int64)
-    keys, values = k.new_empty(batch, heads, samples, d), v.new_empty(batch, heads, samples, e)
-    found = kernels("choose", noisy.contiguous(), None if look is None else q, k, v, *tables, index, keys, values,
-                    (batch, heads, n, samples, d, e, keys_by_point, values_by_point, number, torch.get_num_threads(),
-                     queries, queries_by_point))
+    rows = k.new_empty(batch, heads, samples, d + e)
+    found = kernels("choose", noisy.contiguous(), k, v, *tables, index, rows,
+                    (batch, heads, n, samples, d, e, keys_by_point, values_by_point, number, torch.get_num_threads()))
     if found & 2:
         _check_scores(noisy, samples)
     if found & 1 and look is not None:
         look()
-    return keys, values, index
+    return rows, index
 
 # %% ../../nbs/samsa/71_attention.ipynb #c3c2a4f0
 def _learn(*tensors):
@@ -348,10 +329,10 @@ def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=No
     if hard and samples <= noisy.shape[-1] and noisy.dtype == k.dtype and not _learn(k, v, scores, *supports or ()):
         kernels = c_kernels(_SOURCE, k)
     if kernels is None:
-        keys, values, index = _searched(q, k, v, scores, noisy, supports, samples, tau, hard, cap, look)
+        rows, index = _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, look)
     else:
-        keys, values, index = _best(kernels, q, k, v, noisy, supports, samples, look)
-    out = F.scaled_dot_product_attention(q, keys, values, scale=scale)
+        rows, index = _best(kernels, k, v, noisy, supports, samples, look)
+    out = few_keys_attention(q, rows, scale=scale, look=look)
     return _clear(out, mask), index
 
 # %% ../../nbs/samsa/71_attention.ipynb #d1c32331
@@ -555,22 +536,26 @@ def _expanded(q, k, v, scores, samples):
 
 
 def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64) -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`, forward: this, SDPA on k given keys, a plain form, dense.
+    """Contenders for `python -m sparseattn.lab.measure`, forward: this, attention to k given keys, a plain form, dense.
 
-    The plain form and dense attention take part up to 4096 tokens.
+    Attention to given keys and dense attention by the same tiles as this, and by torch's kernel. The plain form and
+    dense attention take part up to 4096 tokens.
 
     Example:
         >>> list(samsa_cases(64, 16))
-        ['samsa', 'given keys', 'gather', 'dense']
+        ['samsa', 'given keys', 'given keys, torch', 'gather', 'dense', 'dense, torch']
     """
     generator = torch.Generator().manual_seed(n)
     q, k, v = torch.randn(3, 1, heads, n, width, generator=generator)
     scores = torch.randn(1, heads, n, generator=generator)
     given = [_taken(x, scores.topk(samples).indices, None) for x in (k, v)]
+    rows, every = torch.cat(given, -1), torch.cat([k, v], -1)
     cases = {"samsa": lambda: samsa_attention(q, k, v, scores, samples=samples),
-             "given keys": lambda: F.scaled_dot_product_attention(q, *given)}
+             "given keys": lambda: few_keys_attention(q, rows),
+             "given keys, torch": lambda: F.scaled_dot_product_attention(q, *given)}
     slow = {"gather": lambda: _expanded(q, k, v, scores, samples),
-            "dense": lambda: F.scaled_dot_product_attention(q, k, v)}
+            "dense": lambda: few_keys_attention(q, every),
+            "dense, torch": lambda: F.scaled_dot_product_attention(q, k, v)}
     return cases | (slow if n <= 4096 else {})
 
 # %% ../../nbs/samsa/71_attention.ipynb #814d2cf1
@@ -579,7 +564,7 @@ def samsa_cases_backward(n: int, samples: int = 128, heads: int = 8, width: int 
 
     Example:
         >>> list(samsa_cases_backward(64, 16))
-        ['hard', 'soft', 'matrices', 'dense']
+        ['hard', 'soft', 'matrices', 'dense, torch']
     """
     generator = torch.Generator().manual_seed(n)
     tensors = [x.requires_grad_() for x in torch.randn(3, 1, heads, n, width, generator=generator).unbind()]
@@ -588,6 +573,6 @@ def samsa_cases_backward(n: int, samples: int = 128, heads: int = 8, width: int 
     options = {"hard": {}, "soft": {"hard": False}, "matrices": {"hard": False, "impl": "reference"}}
     cases = {name: lambda o=o: samsa_attention(*tensors, samples=samples, noise=noise, **o)
              for name, o in options.items()}
-    cases |= {"dense": lambda: F.scaled_dot_product_attention(*tensors[:3])} if n <= 4096 else {}
-    return {name: lambda name=name, f=f: torch.autograd.grad(f(), tensors[: 3 + (name != "dense")], ones)
+    cases |= {"dense, torch": lambda: F.scaled_dot_product_attention(*tensors[:3])} if n <= 4096 else {}
+    return {name: lambda name=name, f=f: torch.autograd.grad(f(), tensors[: 3 + (name != "dense, torch")], ones)
             for name, f in cases.items()}

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.attention import check_choice, check_count, check_finite
+from ..core.native import c_kernels
 from ..core.relaxation import (check_noise, check_tau, gumbel, gumbel_softmax, gumbel_top_k,
                                         straight_through)
+from ..core.tiles import TILES
 
 # %% ../../nbs/samsa/70_sampling.ipynb #1d99986f
 def _wide(dtype):
@@ -142,6 +144,130 @@ def _unmix(grad, rows, top, k, tau, hard):
         to_top[b, k:] -= e.sum(1).to(top.dtype)
     return to_rows, to_top.div_(k).div_(tau)
 
+# %% ../../nbs/samsa/70_sampling.ipynb #a92b02b1
+_MIX = r"""
+enum { SETS, SAMPLED, CHANNELS, THREADS };
+
+// u and v of a set, infinite where padded, so that q is zero there.
+static inline void factors(const REAL *top, int64_t k, double tau, REAL *u, REAL *v) {
+    for (int64_t a = 0; a < padded(k) + TILE; a++) {
+        u[a] = a < k ? exp((top[a] - top[k - 1]) / tau) : INFINITY;
+        v[a] = a < k ? exp((top[k - 1] - top[k + a]) / tau) : INFINITY;
+    }
+}
+
+// q of some rows of I, and the sums of each.
+static inline void compared(const REAL *u, const REAL *v, int64_t rows, int64_t k_all, REAL *q, REAL *sums) {
+    for (int64_t r = 0; r < rows; r++) {
+        vec total = {0};
+        for (int64_t j = 0; j < k_all; j += LANES) total += *at(q + r * k_all + j) = 1 / (1 + u[r] * *at(v + j));
+        sums[r] = added(total);
+    }
+}
+
+int mix(const REAL *rows, const REAL *top, REAL *out, double tau, const int64_t *s) {
+    int64_t k = s[SAMPLED], c = s[CHANNELS], k_all = padded(k), c_all = padded(c);
+    #pragma omp parallel num_threads(s[THREADS])
+    {
+        REAL *others = malloc((k * c_all + 2 * (k_all + TILE) + TILE * (k_all + c_all)) * sizeof(REAL)), *u = others + k * c_all;
+        REAL *v = u + k_all + TILE, *q = v + k_all + TILE, *mean = q + TILE * k_all, sums[TILE];
+        #pragma omp for
+        for (int64_t b = 0; b < s[SETS]; b++) {
+            factors(top + 2 * b * k, k, tau, u, v);
+            place(rows + (2 * b + 1) * k * c, c, k, c, (REAL)1 / k, others, k, c_all);
+            for (int64_t a = 0; a < k; a += TILE) {
+                int64_t n = k - a < TILE ? k - a : TILE, n_all = (n + HEIGHT - 1) / HEIGHT * HEIGHT;
+                compared(u + a, v, n_all, k_all, q, sums);
+                product(q, k_all, 1, others, c_all, mean, c_all, n_all, c_all, k, 0);
+                for (int64_t r = 0; r < n; r++) {
+                    const REAL *own = rows + (2 * b * k + a + r) * c;
+                    REAL *to = out + (b * k + a + r) * c, share = 1 - sums[r] / k;
+                    for (int64_t j = 0; j < c; j++) to[j] = share * own[j] + mean[r * c_all + j];
+                }
+            }
+        }
+        free(others);
+    }
+    return 0;
+}
+"""
+
+# %% ../../nbs/samsa/70_sampling.ipynb #88acc8c5
+_UNMIX = r"""
+// Sum of the slopes e of a row of I, from its comparisons q and h.x_J in `e`; they are added to those of J.
+static inline REAL slopes(const REAL *q, const REAL *e, REAL own, int64_t k_all, REAL *to_others) {
+    vec total = {0};
+    for (int64_t j = 0; j < k_all; j += LANES) {
+        vec share = *at(q + j), slope = (own - *at(e + j)) * share * (1 - share);
+        total += slope, *at(to_others + j) += slope;
+    }
+    return added(total);
+}
+
+int unmix(const REAL *grad, const REAL *rows, const REAL *top, REAL *to_rows, REAL *to_top, double tau, const int64_t *s) {
+    int64_t k = s[SAMPLED], c = s[CHANNELS], k_all = padded(k), c_all = padded(c);
+    #pragma omp parallel num_threads(s[THREADS])
+    {
+        int64_t kept = c * k_all + k_all * c_all + k_all + 2 * (k_all + TILE), tile = TILE * (2 * k_all + c_all);
+        REAL *others = malloc((kept + tile) * sizeof(REAL)), *to_others = others + c * k_all, *down = to_others + k_all * c_all;
+        REAL *u = down + k_all, *v = u + k_all + TILE, *q = v + k_all + TILE, *e = q + TILE * k_all, *h = e + TILE * k_all;
+        #pragma omp for
+        for (int64_t b = 0; b < s[SETS]; b++) {
+            REAL sums[TILE], *to_first = to_top + 2 * b * k, over = 1 / (k * tau);
+            factors(top + 2 * b * k, k, tau, u, v);
+            place_columns(rows + (2 * b + 1) * k * c, c, k, c, others, k_all);
+            memset(to_others, 0, k_all * (c_all + 1) * sizeof(REAL));
+            for (int64_t a = 0; a < k; a += TILE) {
+                int64_t n = k - a < TILE ? k - a : TILE, n_all = (n + HEIGHT - 1) / HEIGHT * HEIGHT;
+                compared(u + a, v, n_all, k_all, q, sums);
+                place(grad + (b * k + a) * c, c, n, c, 1, h, n_all, c_all);
+                if (to_rows) product(q, 1, k_all, h, c_all, to_others, c_all, k_all, c_all, n_all, 1);
+                product(h, c_all, 1, others, k_all, e, k_all, n_all, k_all, c, 0);
+                for (int64_t r = 0; r < n; r++) {
+                    int64_t i = 2 * b * k + a + r;
+                    REAL own = 0;
+                    #pragma omp simd reduction(+ : own)
+                    for (int64_t j = 0; j < c; j++) own += h[r * c_all + j] * rows[i * c + j];
+                    to_first[a + r] = over * slopes(q + r * k_all, e + r * k_all, own, k_all, down);
+                    if (to_rows) place(h + r * c_all, c_all, 1, c, 1 - sums[r] / k, to_rows + i * c, 1, c);
+                }
+            }
+            for (int64_t j = 0; j < k; j++) to_first[k + j] = -over * down[j];
+            if (to_rows) for (int64_t j = 0; j < k; j++) place(to_others + j * c_all, c_all, 1, c, (REAL)1 / k, to_rows + ((2 * b + 1) * k + j) * c, 1, c);
+        }
+        free(others);
+    }
+    return 0;
+}
+"""
+_SOURCE = TILES + _MIX + _UNMIX
+
+# %% ../../nbs/samsa/70_sampling.ipynb #40c791bd
+def _loops(rows, top):
+    "The kernels for wide rows (b, 2k, c) and their scores, and the sizes they take; None where there are none."
+    kernels = c_kernels(_SOURCE, rows) if rows.dtype == top.dtype else None
+    return kernels, (len(rows), top.shape[1] // 2, rows.shape[2], torch.get_num_threads())
+
+
+def _soft(rows, top, k, tau):
+    "`_mix`, by the kernel where there is one."
+    kernels, sizes = _loops(rows, top)
+    if kernels is None:
+        return _mix(rows, top, k, tau)
+    out = rows.new_empty(len(rows), k, rows.shape[2])
+    kernels("mix", rows.contiguous(), top.contiguous(), out, tau, sizes)
+    return out
+
+
+def _slopes(grad, rows, top, k, tau, hard):
+    "`_unmix`, by the kernel where there is one."
+    kernels, sizes = _loops(rows, top)
+    if kernels is None:
+        return _unmix(grad, rows, top, k, tau, hard)
+    to_rows, to_top, grad = None if hard else torch.empty_like(rows), torch.empty_like(top), grad.contiguous()
+    kernels("unmix", grad, rows.contiguous(), top.contiguous(), to_rows, to_top, tau, sizes)
+    return grad if hard else to_rows, to_top
+
 # %% ../../nbs/samsa/70_sampling.ipynb #9a4d9580
 class _Swap(torch.autograd.Function):
     "Rows of I, mixed with those of J or not, with the gradient of the swap estimator; index None: x is those rows."
@@ -150,18 +276,18 @@ class _Swap(torch.autograd.Function):
     def forward(ctx, x, scores, rows, top, index, k, tau, hard):
         ctx.save_for_backward(rows, top, index)
         ctx.form, ctx.like = (k, tau, hard), (x.shape, x.dtype, scores.dtype)
-        return rows[:, :k].clone() if hard else _mix(rows.to(_wide(rows.dtype)), top, k, tau).to(rows.dtype)
+        return rows[:, :k].clone() if hard else _soft(rows.to(_wide(rows.dtype)), top, k, tau).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (rows, top, index), (shape, x_dtype, scores_dtype) = ctx.saved_tensors, ctx.like
-        wide = _wide(rows.dtype)
+        (k, tau, hard), wide = ctx.form, _wide(rows.dtype)
         with torch.autocast(rows.device.type, enabled=False):
-            to_rows, to_top = _unmix(grad.to(wide), rows.to(wide), top, *ctx.form)
+            to_rows, to_top = _slopes(grad.to(wide), rows.to(wide), top, k, tau, hard)
         if index is None:
-            to_rows = F.pad(to_rows, (0, 0, 0, shape[1] - to_rows.shape[1])).to(x_dtype)
-            return to_rows, to_top.to(scores_dtype), None, None, None, None, None, None
+            to_rows = F.pad(to_rows, (0, 0, 0, shape[1] - k)) if hard else to_rows
+            return to_rows.to(x_dtype), to_top.to(scores_dtype), None, None, None, None, None, None
         to_x, to_scores = grad.new_zeros(shape, dtype=x_dtype), top.new_zeros(shape[:2])
         number = _numbered(to_x, index[:, : to_rows.shape[1]])
         to_x.flatten(0, 1).index_copy_(0, number, to_rows.to(x_dtype).flatten(0, 1))

@@ -52,9 +52,13 @@ def close(found, wanted, tolerance):
 
 
 @BOTH
+@pytest.mark.parametrize("loops", [True, False])
 @pytest.mark.parametrize("tau", [1e-3, 0.3, 1.0, 50.0])
-@pytest.mark.parametrize("b, n, c, k", [(1, 2, 1, 1), (3, 20, 4, 7), (2, 14, 3, 7), (5, 9, 2, 2), (2, 64, 5, 32)])
-def test_fast_is_the_reference(b, n, c, k, tau, hard):
+@pytest.mark.parametrize("b, n, c, k", [(1, 2, 1, 1), (3, 20, 4, 7), (2, 14, 3, 7), (5, 9, 2, 2), (2, 64, 5, 32),
+                                        (1, 150, 40, 70)])
+def test_fast_is_the_reference(b, n, c, k, tau, hard, loops, monkeypatch):
+    if not loops:
+        monkeypatch.setattr(module, "c_kernels", lambda source, x: None)
     x, scores, noise = case(b, n, c, seed=n)
     found, wanted = (results(x, scores, k, noise=noise, tau=tau, hard=hard, impl=i) for i in ("fast", "reference"))
     close(found, wanted, 1e-12)
@@ -63,6 +67,7 @@ def test_fast_is_the_reference(b, n, c, k, tau, hard):
 @BOTH
 @pytest.mark.parametrize("pairs", [1, 7, 30, 49, 100, 1000])
 def test_tiles_of_any_size(pairs, hard, monkeypatch):
+    monkeypatch.setattr(module, "c_kernels", lambda source, x: None)
     x, scores, noise = case(5, 20, 3)
     whole = results(x, scores, 7, noise=noise, hard=hard)
     monkeypatch.setattr(module, "_PAIRS", pairs)
