@@ -418,6 +418,33 @@ def test_fingerprints_follow_imports(collection):
     assert used("from sparseattn.core.base import x\nthis is not python") == {"core/base.py"}
 
 
+def test_fingerprints_follow_names_of_attentions(collection):
+    """Who finds attentions by name depends on the modules that register the names it writes."""
+    package = collection.root / "sparseattn"
+    register = "from ..core.transformer import register_attention\n\n@register_attention(\"{}\")\nclass A: pass"
+    for name, text in {
+        "core/transformer.py": "registered = 'far'",
+        "hept/attention.py": register.format("near") + "\nchoice = 'far'",
+        "sbm/attention.py": register.format("far") + "\nfrom ..core.base import x",
+        "core/base.py": "x = 1",
+        "hept/models.py": "from ..core.transformer import Encoder\ndefault = 'near'",
+    }.items():
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text(text)
+
+    def used(source: str) -> set[str]:
+        collection.write("hept/39_x", [source])
+        notebook = graph.read_notebook(collection.root, Path("nbs/hept/39_x.ipynb"))
+        found = graph.Imports(collection.root).of(notebook)
+        return {m.removeprefix("sparseattn.") for m in found} - {"core.transformer"}
+
+    use = "from sparseattn.core.transformer import Encoder\n"
+    assert used("name = 'near'") == used(use) == set()
+    assert used(use + "Encoder('near')") == {"hept.attention"}
+    assert used(use + "Encoder('far')") == {"sbm.attention", "core.base"}
+    assert used("from sparseattn.hept.models import default") == {"hept.models", "hept.attention"}
+
+
 def test_change_runs_only_what_depends_on_it(finished, tmp_path):
     small = finished.copy(tmp_path / "copy")
     before = small.times()

@@ -1,14 +1,16 @@
 """Which notebooks there are, and which files each of them depends on.
 
 Everything is read from the sources (JSON and `ast`); nothing is imported or executed. A notebook depends on its own
-cells, on the modules of the package that it imports, directly or through other modules, and on the data files those
-modules name. A package's `__init__.py` counts only for the names that are taken from it: `from
-sparseattn.core.attention import x` does not depend on everything that `sparseattn/__init__.py` re-exports.
+cells, on the modules of the package that it imports, directly or through other modules, on those that register an
+attention it names, and on the data files those modules name. A package's `__init__.py` counts only for the names that
+are taken from it: `from sparseattn.core.attention import x` does not depend on everything that
+`sparseattn/__init__.py` re-exports.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +21,7 @@ from pathlib import Path
 
 PACKAGE = "sparseattn"
 SCALES = ("smoke", "cpu", "gpu", "paper")
+REGISTRY = f"{PACKAGE}.core.transformer"  #: finds attentions by name
 
 
 @dataclass(frozen=True)
@@ -133,14 +136,34 @@ class Imports:
     def __init__(self, root: Path):
         self.root = root
         self._direct: dict[str, frozenset[str]] = {}
+        self._strings: dict[str, frozenset[str]] = {}
 
     def of(self, notebook: Notebook) -> set[str]:
         """Modules a notebook depends on, transitively."""
-        todo: set[str] = set()
-        for kind, _, source in notebook.cells:
-            if kind == "code":
-                todo |= set(self._names(_parse(source), PACKAGE))
-        return self._close(todo)
+        trees = [_parse(source) for kind, _, source in notebook.cells if kind == "code"]
+        found = self._close({name for tree in trees for name in self._names(tree, PACKAGE)})
+        if REGISTRY not in found:
+            return found
+        written = frozenset().union(*map(_strings, trees))
+        while more := self._registered(found, written) - found:
+            found = self._close(found | more)
+        return found
+
+    def _registered(self, modules: set[str], written: frozenset[str]) -> set[str]:
+        """Modules of the attentions that a notebook names, or that a module names which looks them up."""
+        users = (m for m in modules if REGISTRY in self._direct[m] and m not in self._attentions.values())
+        names = written.union(*(self._strings[m] for m in users))
+        return {module for name, module in self._attentions.items() if name in names}
+
+    @functools.cached_property
+    def _attentions(self) -> dict[str, str]:
+        """Names under which modules register attentions."""
+        found = {}
+        for path in (self.root / PACKAGE).rglob("*.py"):
+            module = ".".join(path.relative_to(self.root).with_suffix("").parts)
+            names = re.findall(r"^@register_attention\(\"(\w+)\"\)", path.read_text(encoding="utf-8"), re.M)
+            found |= dict.fromkeys(names, module)
+        return found
 
     def file(self, module: str) -> Path | None:
         """The file of a module or package, relative to the repository."""
@@ -158,6 +181,7 @@ class Imports:
             if module not in self._direct:
                 tree = _parse((self.root / self.file(module)).read_text(encoding="utf-8"))
                 self._direct[module] = frozenset(self._names(tree, self._parent(module)))
+                self._strings[module] = _strings(tree)
             todo |= self._direct[module] - done
         return done
 
@@ -214,6 +238,11 @@ def _parse(source: str) -> ast.AST:
         return ast.parse("\n".join(lines))
     except SyntaxError:
         return ast.parse("\n".join(line for line in lines if re.match(r"(import|from)\s+[\w.]+.*[\w*]$", line)))
+
+
+def _strings(tree: ast.AST) -> frozenset[str]:
+    """The strings written in a piece of code."""
+    return frozenset(n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
 
 
 def data_files(root: Path, imports: Imports, modules: Iterable[str]) -> set[Path]:

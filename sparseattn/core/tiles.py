@@ -83,7 +83,7 @@ static inline void product(const REAL *a, int64_t down, int64_t along, const REA
 }
 """
 
-# %% ../../nbs/core/07_tiles.ipynb #088a57fd
+# %% ../../nbs/core/07_tiles.ipynb #359cc12b
 _PLACE = r"""
 static inline void place(const REAL *x, int64_t step, int64_t rows, int64_t width, REAL factor, REAL *to,
                          int64_t all_rows, int64_t all_width) {
@@ -101,7 +101,6 @@ static inline void place_columns(const REAL *x, int64_t step, int64_t rows, int6
     }
 }
 """
-TILES = _VECTORS + _PRODUCT + _PLACE
 
 # %% ../../nbs/core/07_tiles.ipynb #190799f4
 _EXPONENTIAL = r"""
@@ -128,8 +127,33 @@ INLINE vec exponential(vec x) {
 }
 """
 
-# %% ../../nbs/core/07_tiles.ipynb #5347d1c0
-_SOFTMAX = _EXPONENTIAL + r"""
+# %% ../../nbs/core/07_tiles.ipynb #b3a0dde2
+_ROOM = r"""
+typedef struct {
+    int64_t m, d, e, m_all, d_all, e_all;                           // keys, widths; padded
+    REAL *keys, *keys_t, *to_keys, *values, *values_t, *to_values;  // of a block; _t: as columns
+    REAL *q, *to_q, *out, *p, *u;                                   // of a tile; u: gradient by p
+} room;
+
+static inline REAL *cut(REAL **from, int64_t n) { return (*from += n) - n; }
+
+static inline room made(int64_t m, int64_t d, int64_t e) {
+    room x = {.m = m, .d = d, .e = e, .m_all = padded(m), .d_all = padded(d), .e_all = padded(e)};
+    int64_t k = x.m_all * x.d_all, v = x.m_all * x.e_all;
+    REAL *next = malloc((3 * (k + v) + TILE * (2 * x.d_all + x.e_all + 2 * x.m_all)) * sizeof(REAL));
+    x.keys = cut(&next, k), x.keys_t = cut(&next, k), x.to_keys = cut(&next, k);
+    x.values = cut(&next, v), x.values_t = cut(&next, v), x.to_values = cut(&next, v);
+    x.q = cut(&next, TILE * x.d_all), x.to_q = cut(&next, TILE * x.d_all), x.out = cut(&next, TILE * x.e_all);
+    x.p = cut(&next, TILE * x.m_all), x.u = cut(&next, TILE * x.m_all);
+    return x;
+}
+
+int vector_bytes(void) { return WIDE; }
+"""
+TILES = _VECTORS + _PRODUCT + _PLACE + _EXPONENTIAL + _ROOM
+
+# %% ../../nbs/core/07_tiles.ipynb #3b4da47b
+_SOFTMAX = r"""
 // exp(x - max x) in place of n logits, zeros up to width; their sum.
 static inline REAL weights(REAL *x, int64_t n, int64_t width) {
     for (int64_t j = n; j < width; j++) x[j] = -INFINITY;
@@ -155,29 +179,9 @@ static inline void softmax_backward(REAL *p, REAL *u, int64_t n, int64_t width) 
 }
 """
 
-# %% ../../nbs/core/07_tiles.ipynb #f7184589
-_ROOM = r"""
+# %% ../../nbs/core/07_tiles.ipynb #ab54b3fe
+_HEADS = r"""
 enum { PAIRS, HEADS, QUERIES, KEYS, WIDTH, VALUES, PIECES, BY_POINT, GRAD_BY_POINT, THREADS };
-
-typedef struct {
-    int64_t m, d, e, m_all, d_all, e_all;                           // keys, widths; padded
-    REAL *keys, *keys_t, *to_keys, *values, *values_t, *to_values;  // of a head; _t: as columns
-    REAL *q, *to_q, *out, *p, *u;                                   // of a tile; u: gradient by p
-} room;
-
-static inline REAL *cut(REAL **from, int64_t n) { return (*from += n) - n; }
-
-static inline room made(const int64_t *s) {
-    room x = {.m = s[KEYS], .d = s[WIDTH], .e = s[VALUES]};
-    x.m_all = padded(x.m), x.d_all = padded(x.d), x.e_all = padded(x.e);
-    int64_t k = x.m_all * x.d_all, v = x.m_all * x.e_all;
-    REAL *next = malloc((3 * (k + v) + TILE * (2 * x.d_all + x.e_all + 2 * x.m_all)) * sizeof(REAL));
-    x.keys = cut(&next, k), x.keys_t = cut(&next, k), x.to_keys = cut(&next, k);
-    x.values = cut(&next, v), x.values_t = cut(&next, v), x.to_values = cut(&next, v);
-    x.q = cut(&next, TILE * x.d_all), x.to_q = cut(&next, TILE * x.d_all), x.out = cut(&next, TILE * x.e_all);
-    x.p = cut(&next, TILE * x.m_all), x.u = cut(&next, TILE * x.m_all);
-    return x;
-}
 
 // Where the rows of a head begin in (b, h, n, width), or in (b, n, h, width), and how far apart they are.
 static inline int64_t first(int64_t pair, int64_t width, int64_t by_point, const int64_t *s) {
@@ -209,7 +213,7 @@ int attend(const REAL *q, const REAL *rows, REAL *out, double scale, const int64
     int strange = 0;
     #pragma omp parallel num_threads(s[THREADS]) reduction(| : strange)
     {
-        room x = made(s);
+        room x = made(s[KEYS], d, e);
         #pragma omp for
         for (int64_t piece = 0; piece < s[PAIRS] * s[PIECES]; piece++) {
             int64_t pair = piece / s[PIECES], part = piece % s[PIECES], end = s[QUERIES] * (part + 1) / s[PIECES];
@@ -224,8 +228,6 @@ int attend(const REAL *q, const REAL *rows, REAL *out, double scale, const int64
     }
     return strange;
 }
-
-int wide(void) { return WIDE == 64; }
 """
 
 # %% ../../nbs/core/07_tiles.ipynb #37f756b1
@@ -252,7 +254,7 @@ int attend_backward(const REAL *grad, const REAL *q, const REAL *rows, REAL *to_
     int64_t d = s[WIDTH], e = s[VALUES], q_step = apart(d, s[BY_POINT], s), grad_step = apart(e, s[GRAD_BY_POINT], s);
     #pragma omp parallel num_threads(s[THREADS])
     {
-        room x = made(s);
+        room x = made(s[KEYS], d, e);
         #pragma omp for
         for (int64_t piece = 0; piece < s[PAIRS] * s[PIECES]; piece++) {
             int64_t pair = piece / s[PIECES], part = piece % s[PIECES], end = s[QUERIES] * (part + 1) / s[PIECES];
@@ -277,7 +279,7 @@ int attend_backward(const REAL *grad, const REAL *q, const REAL *rows, REAL *to_
     return 0;
 }
 """
-_SOURCE = TILES + _SOFTMAX + _ROOM + _FORWARD + _TILE_BACKWARD + _BACKWARD
+_SOURCE = TILES + _SOFTMAX + _HEADS + _FORWARD + _TILE_BACKWARD + _BACKWARD
 
 # %% ../../nbs/core/07_tiles.ipynb #0de9e5ab
 def laid_out(x: Float[Tensor, "b h n d"]) -> tuple[Tensor, bool]:
@@ -353,7 +355,7 @@ def few_keys_attention(q: Float[Tensor, "b h n d"], rows: Float[Tensor, "b h m d
     if not 0 < d < rows.shape[3]:
         raise ValueError(f"rows must be wider than the queries, got {rows.shape[3]} and {d}")
     kernels = None if torch.is_autocast_enabled(q.device.type) else c_kernels(_SOURCE, q)
-    if kernels is None or not kernels("wide"):
+    if kernels is None or kernels("vector_bytes") < 64:
         if look is not None and not math.isfinite(q.detach().sum().item() + rows.detach().sum().item()):
             look()
         return F.scaled_dot_product_attention(q, rows[..., :d], rows[..., d:], scale=scale)

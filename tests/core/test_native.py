@@ -104,11 +104,12 @@ def test_a_compiler_that_fails_is_named(rebuilt, monkeypatch, tmp_path):
 def test_every_source_builds_without_a_warning(tmp_path):
     "All kernels of the package, with the compiler at its strictest."
     from sparseattn.core.tiles import _SOURCE as few
+    from sparseattn.hept.attention import _SOURCE as blocks
     from sparseattn.sampled.attention import _SOURCE as cycle
     from sparseattn.samsa.attention import _SOURCE as chosen
     from sparseattn.samsa.sampling import _SOURCE as mixed
 
-    for source in (few, cycle, chosen, mixed):
+    for source in (few, blocks, cycle, chosen, mixed):
         for real in native._REAL.values():
             file = tmp_path / "kernels.c"
             file.write_text(source)

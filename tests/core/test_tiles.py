@@ -95,7 +95,7 @@ def test_logits_of_any_size(dtype, tolerance):
 @needs_loop
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_exponential(dtype):
-    source = TILES + tiles._EXPONENTIAL + r"""
+    source = tiles._VECTORS + tiles._EXPONENTIAL + r"""
     int exponentials(const REAL *x, REAL *y, int64_t n) {
         for (int64_t i = 0; i < n; i += LANES) *at(y + i) = exponential(*at(x + i));
         return 0;
