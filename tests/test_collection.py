@@ -168,7 +168,7 @@ def test_floors(module):
     name = imports.file(module)
     source = (ROOT / name).read_text(encoding="utf-8")
     tree_ = graph.Notebook(name, "", "", "", "", None, False, (("code", "", _absolute(source, module)),))
-    floor, used = _floor(module), {_floor(m) for m in imports.of(tree_)} - {""}
+    floor, used = _floor(module), {_floor(m) for m in imports.imported(tree_)} - {""}
     allowed = {floor} | ({"core"} if floor in PAPERS | {"data", "lab"} else set())
     assert used <= allowed, f"{module} imports {sorted(used - allowed)}"
 

@@ -138,13 +138,16 @@ class Imports:
         self._direct: dict[str, frozenset[str]] = {}
         self._strings: dict[str, frozenset[str]] = {}
 
+    def imported(self, notebook: Notebook) -> set[str]:
+        """Modules a notebook imports, transitively."""
+        return self._close({name for tree in _trees(notebook) for name in self._names(tree, PACKAGE)})
+
     def of(self, notebook: Notebook) -> set[str]:
-        """Modules a notebook depends on, transitively."""
-        trees = [_parse(source) for kind, _, source in notebook.cells if kind == "code"]
-        found = self._close({name for tree in trees for name in self._names(tree, PACKAGE)})
+        """Modules a notebook depends on: those it imports, and those of the attentions found by name."""
+        found = self.imported(notebook)
         if REGISTRY not in found:
             return found
-        written = frozenset().union(*map(_strings, trees))
+        written = frozenset().union(*map(_strings, _trees(notebook)))
         while more := self._registered(found, written) - found:
             found = self._close(found | more)
         return found
@@ -238,6 +241,10 @@ def _parse(source: str) -> ast.AST:
         return ast.parse("\n".join(lines))
     except SyntaxError:
         return ast.parse("\n".join(line for line in lines if re.match(r"(import|from)\s+[\w.]+.*[\w*]$", line)))
+
+
+def _trees(notebook: Notebook) -> list[ast.AST]:
+    return [_parse(source) for kind, _, source in notebook.cells if kind == "code"]
 
 
 def _strings(tree: ast.AST) -> frozenset[str]:

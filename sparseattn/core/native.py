@@ -33,8 +33,8 @@ def _argument(x):
 class _Kernels:
     "Functions of a built library, called by name; the first call tells what a function takes."
 
-    def __init__(self, library):
-        self.library, self.functions = library, {}
+    def __init__(self, library, threads):
+        self.library, self.threads, self.functions = library, threads, {}
 
     def __call__(self, name, *arguments):
         if name not in self.functions:
@@ -44,22 +44,28 @@ class _Kernels:
         return self.functions[name](*[_argument(x) for x in arguments])
 
 # %% ../../nbs/core/06_native.ipynb #f44fddfd
+_TORCHS_THREADS = """#if defined _OPENMP && defined __clang__
+#error the compiler has an OpenMP of its own
+#endif
+"""
+
+
 def _build(compiler, source, real):
-    "The library, with torch's threads if that can be; the compiler's last complaint if not at all."
+    "The library's functions, with torch's threads if that can be; the compiler's last complaint if not at all."
     threads = [str(path) for path in Path(torch.__file__).parent.glob("lib/libgomp*")]
     attempts = [["-march=native", "-fopenmp", *threads]] if threads else []
     attempts += [["-march=native", "-fopenmp-simd"], ["-fopenmp-simd"]]
     complaint = ""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder, "kernels.c")
-        file.write_text(source)
+        file.write_text(_TORCHS_THREADS + source)
         for number, options in enumerate(attempts):
             library = Path(folder, f"kernels{number}.so")
             command = [*compiler, "-O3", "-fno-math-errno", "-shared", "-fPIC", f"-DREAL={real}", "-o", str(library),
                        str(file), *options, "-lm"]
             try:
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-                return ctypes.CDLL(str(library)), ""
+                return _Kernels(ctypes.CDLL(str(library)), "-fopenmp" in options), ""
             except (OSError, subprocess.SubprocessError) as error:
                 complaint = (getattr(error, "stderr", None) or str(error)).strip()
     return None, complaint
@@ -73,11 +79,10 @@ def _kernels(source, real):
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or not shutil.which(compiler[0]):
         return None
-    library, complaint = _build(compiler, source, real)
-    if library is None:
+    kernels, complaint = _build(compiler, source, real)
+    if kernels is None:
         warnings.warn(f"kernels in C are not used, {compiler[0]} failed: {complaint}", stacklevel=3)
-        return None
-    return _Kernels(library)
+    return kernels
 
 
 def c_kernels(source: str, x: Tensor):
@@ -90,7 +95,8 @@ def c_kernels(source: str, x: Tensor):
 
     Returns:
         A function of a name and the arguments; None for other tensors, under `torch.compile`, where a mode watches
-        torch's operations (to count them, say), and where no compiler is found ($CC, or cc; empty turns kernels off).
+        torch's operations (to count them, say), where no compiler is found ($CC, or cc; empty turns kernels off), and
+        where the kernels would have one thread and torch has more.
 
     Example:
         >>> x = torch.zeros(1)
@@ -100,4 +106,5 @@ def c_kernels(source: str, x: Tensor):
     """
     if not x.is_cpu or x.dtype not in _REAL or torch.compiler.is_compiling() or _get_current_dispatch_mode():
         return None
-    return _kernels(source, _REAL[x.dtype])
+    kernels = _kernels(source, _REAL[x.dtype])
+    return kernels if kernels is None or kernels.threads or torch.get_num_threads() == 1 else None

@@ -308,9 +308,10 @@ class _FewKeys(torch.autograd.Function):
         (turned, by_point), rows, pieces = laid_out(q), rows.contiguous(), _pieces(batch * heads, n)
         out = q.new_empty((batch, n, heads, width - d) if by_point else (batch, heads, n, width - d))
         ctx.save_for_backward(turned, rows)
-        ctx.scale, ctx.sizes = scale, (batch * heads, heads, n, m, d, width - d, pieces, by_point)
+        ctx.kernels, ctx.scale = c_kernels(_SOURCE, q), scale
+        ctx.sizes = (batch * heads, heads, n, m, d, width - d, pieces, by_point)
         sizes = (*ctx.sizes, False, torch.get_num_threads())
-        if c_kernels(_SOURCE, q)("attend", turned, rows, out, scale, sizes) and look is not None:
+        if ctx.kernels("attend", turned, rows, out, scale, sizes) and look is not None:
             look()
         return out.transpose(1, 2) if by_point else out
 
@@ -319,8 +320,8 @@ class _FewKeys(torch.autograd.Function):
     def backward(ctx, grad):
         (q, rows), (grad, grad_by_point), (*_, pieces, by_point) = ctx.saved_tensors, laid_out(grad), ctx.sizes
         to_q, to_rows = torch.empty_like(q), rows.new_empty(*rows.shape[:2], pieces, *rows.shape[2:])
-        c_kernels(_SOURCE, q)("attend_backward", grad, q, rows, to_q, to_rows, ctx.scale,
-                              (*ctx.sizes, grad_by_point, torch.get_num_threads()))
+        ctx.kernels("attend_backward", grad, q, rows, to_q, to_rows, ctx.scale,
+                    (*ctx.sizes, grad_by_point, torch.get_num_threads()))
         to_rows = to_rows.sum(2) if pieces > 1 else to_rows[:, :, 0]
         return to_q.transpose(1, 2) if by_point else to_q, to_rows, None, None
 

@@ -903,14 +903,14 @@ class _LoopAttention(torch.autograd.Function):
         if strange and check:
             _check_entries(q, k, v, order_q, order_k)
         ctx.save_for_backward(q, k, v, order_q, order_k, count, out, whole, near)
-        ctx.sizes, ctx.blank = sizes, blank
+        ctx.kernels, ctx.sizes, ctx.blank = kernels, sizes, blank
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         gradients = [ctx.blank(x) for x in ctx.saved_tensors[:3]]
-        c_kernels(_SOURCE, grad)("backward", grad.contiguous(), *ctx.saved_tensors, *gradients, ctx.sizes)
+        ctx.kernels("backward", grad.contiguous(), *ctx.saved_tensors, *gradients, ctx.sizes)
         return *gradients, None, None, None, None, None, None
 
 # %% ../../nbs/hept/32_attention.ipynb #777a9b14

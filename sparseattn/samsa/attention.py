@@ -243,7 +243,8 @@ class _Gather(torch.autograd.Function):
         ctx.sizes = (batch, heads, n, index.shape[2], d, e, keys_by_point, values_by_point, supports,
                      torch.get_num_threads())
         out = k.new_empty(batch, heads, index.shape[2], d + e)
-        strange = c_kernels(_SOURCE, k)("gather", k, v, own_k, own_v, index, out, ctx.sizes)
+        ctx.kernels = c_kernels(_SOURCE, k)
+        strange = ctx.kernels("gather", k, v, own_k, own_v, index, out, ctx.sizes)
         if strange and look is not None:
             look()
         return out
@@ -254,7 +255,7 @@ class _Gather(torch.autograd.Function):
         batch, heads, n, _, d, e, keys_by_point, values_by_point, supports, _ = ctx.sizes
         k, v = _zeros(grad, batch, heads, n, d, keys_by_point), _zeros(grad, batch, heads, n, e, values_by_point)
         own = [_zeros(grad, batch, heads, supports, width, False) if supports else None for width in (d, e)]
-        c_kernels(_SOURCE, grad)("scatter", k, v, *own, *ctx.saved_tensors, grad.contiguous(), ctx.sizes)
+        ctx.kernels("scatter", k, v, *own, *ctx.saved_tensors, grad.contiguous(), ctx.sizes)
         k, v = k.transpose(1, 2) if keys_by_point else k, v.transpose(1, 2) if values_by_point else v
         return k, v, *(x if x is None else x.sum(0) for x in own), None, None, None
 

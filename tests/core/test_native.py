@@ -50,20 +50,37 @@ def test_built_once_for_a_dtype(rebuilt):
     assert c_kernels(SOURCE, x) is c_kernels(SOURCE, x) is not c_kernels(SOURCE, x.double())
 
 
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @needs_compiler
-def test_one_thread_where_torch_brings_none(rebuilt, tmp_path, monkeypatch):
+def test_one_thread_where_torch_brings_none(rebuilt, one_thread, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     test_arguments_arrive(torch.float64, 1e-14, 2)
+    torch.set_num_threads(2)
+    assert c_kernels(SOURCE, torch.zeros(1, dtype=torch.float64)) is None
 
 
 @needs_compiler
 @pytest.mark.parametrize("unknown", ["-march=native", "-fopenmp "])
-def test_a_compiler_that_knows_less(rebuilt, monkeypatch, tmp_path, unknown):
+def test_a_compiler_that_knows_less(rebuilt, one_thread, monkeypatch, tmp_path, unknown):
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\ncase "$* " in *"{unknown}"*) exit 1;; esac\nexec cc "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     test_arguments_arrive(torch.float64, 1e-14, 2)
+
+
+@needs_compiler
+def test_no_other_threads_than_torchs(rebuilt, one_thread, monkeypatch):
+    threads = "#ifdef _OPENMP\nint threads(void) { return 1; }\n#else\nint threads(void) { return 0; }\n#endif\n"
+    monkeypatch.setenv("CC", "cc -D__clang__")
+    assert c_kernels(threads, torch.zeros(1))("threads") == 0
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn.core.attention import dense_attention
 from sparseattn.hept import attention
@@ -125,6 +126,17 @@ def test_equals_the_loop_with_gradients(n, block, batch, tables, masked, combine
     assert_same(ours, output_and_gradients(lambda *x: literal(*x, count), *qkv))
     if mask is not None:
         assert not ours[0].transpose(1, 2)[~mask].any()
+
+
+def test_backward_under_a_counter_of_operations():
+    """It turns kernels off that the forward pass had."""
+    q, k, v, order_q, order_k = make(40)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    outs = [hept_attention(*leaves, order_q, order_k, block_size=8).square().sum() for _ in range(2)]
+    with FlopCounterMode(display=False):
+        counted = torch.autograd.grad(outs[0], leaves)
+    for x, y in zip(counted, torch.autograd.grad(outs[1], leaves), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("combine", ["sum", "union"])

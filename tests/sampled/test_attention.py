@@ -71,7 +71,8 @@ def test_kernels_equal_torch_beyond_one_piece(n, by_point, masked, monkeypatch):
 def test_threads_change_nothing():
     order, tensors = sample_cycle(5000, generator=torch.Generator().manual_seed(0)), _inputs(1, 2, 5000, 16)
     found, before = [], torch.get_num_threads()
-    for threads in (1, 2, 3):
+    torch.set_num_threads(2)
+    for threads in (1, 2, 3) if module._kernels(tensors[0]) else (2, 3):  # without threads a kernel serves one only
         torch.set_num_threads(threads)
         found.append(_both(lambda *x: cycle_attention(*x, order), tensors))
     torch.set_num_threads(before)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn.core.attention import dense_attention
 from sparseattn.core.native import c_kernels
@@ -109,6 +110,16 @@ def test_other_queries_than_keys_and_other_width_of_values():
         options = dict(hard=hard, mask=mask, scale=0.3)
         _same(_results(tensors, 4, **options), _results(tensors, 4, impl="reference", **options))
         assert _results(tensors, 4, **options)[0].shape == (2, 3, 5, 6)
+
+
+def test_backward_under_a_counter_of_operations():
+    """It turns kernels off that the forward pass had."""
+    leaves = _drawn(20, 4)
+    outs = [samsa_attention(*leaves, samples=4, hard=False).square().sum() for _ in range(2)]
+    with FlopCounterMode(display=False):
+        counted = torch.autograd.grad(outs[0], leaves)
+    for x, y in zip(counted, torch.autograd.grad(outs[1], leaves), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_gradcheck():
