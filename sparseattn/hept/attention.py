@@ -626,6 +626,19 @@ static inline int sort_block(const heads *h, span b, const REAL *q, const REAL *
          & sorted(v + first * h->e, h->e, b.order_k, b.m, h->v + b.at * h->e_all, h->e_all);
 }
 
+// Keys and values of a block, and where they have been: the number of tables that count for that.
+static inline int64_t gather_block(const heads *h, const room *x, span b, int64_t table, int64_t *of_k, int64_t *of_q,
+                                   REAL *met, const int64_t *s) {
+    int64_t d = h->d_all, m = padded(b.m), earlier = s[UNION] ? table : 0;
+    places(h, b, table, b.order_k, h->place_k, of_k), places(h, b, table, b.order_q, h->place_q, of_q);
+    gather(h->k, of_k, b.m, x->keys, d), gather(h->v, of_k, b.m, x->values, h->e_all);
+    memset(x->keys + b.m * d, 0, (m - b.m) * d * sizeof(REAL));
+    place_columns(x->keys, d, b.m, h->d, x->keys_t, m);
+    for (int64_t t = 0; t < earlier; t++)
+        for (int64_t j = 0; j < b.m; j++) met[t * m + j] = h->block_k[t * s[TOGETHER] * h->n + of_k[j]];
+    return earlier;
+}
+
 static inline void number_block(const heads *h, span b, int64_t table, int64_t number, int64_t all) {
     for (int64_t i = 0; i < b.m; i++) {
         h->block_q[table * all + h->place_q[b.head * h->n + b.order_q[i]]] = number;
@@ -672,13 +685,8 @@ static inline REAL powers(REAL *gap, REAL near, int64_t m, int64_t width) {
 _BLOCK_FORWARD = r"""
 static inline void attend_block(const heads *h, const room *x, span b, int64_t table, int64_t *slots, REAL *met,
                                 REAL *near, REAL *whole, const int64_t *s) {
-    int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, earlier = s[UNION] ? table : 0;
-    int64_t *of_k = slots, *of_q = slots + s[BLOCK];
-    places(h, b, table, b.order_k, h->place_k, of_k), places(h, b, table, b.order_q, h->place_q, of_q);
-    gather(h->k, of_k, b.m, x->keys, d), gather(h->v, of_k, b.m, x->values, e);
-    place_columns(x->keys, d, b.m, h->d, x->keys_t, m);
-    for (int64_t t = 0; t < earlier; t++)
-        for (int64_t j = 0; j < b.m; j++) met[t * m + j] = h->block_k[t * all + of_k[j]];
+    int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
+    int64_t earlier = gather_block(h, x, b, table, slots, of_q, met, s);
     for (int64_t i = 0; i < b.m; i += TILE) {
         int64_t n = least(b.m - i, TILE), rows = in_blocks(n), *own = of_q + i;
         gather(h->q, own, n, x->q, d);
@@ -777,14 +785,9 @@ static inline void unsort(const REAL *from, int64_t all, const int64_t *order, i
 _BLOCK_BACKWARD = r"""
 static inline void differentiate_block(const heads *h, const room *x, span b, int64_t table, int64_t *slots, REAL *met,
                                        const REAL *near, const int64_t *s) {
-    int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, earlier = s[UNION] ? table : 0;
-    int64_t *of_k = slots, *of_q = slots + s[BLOCK];
-    places(h, b, table, b.order_k, h->place_k, of_k), places(h, b, table, b.order_q, h->place_q, of_q);
-    gather(h->k, of_k, b.m, x->keys, d), gather(h->v, of_k, b.m, x->values, e);
-    memset(x->keys + b.m * d, 0, (m - b.m) * d * sizeof(REAL));
-    place_columns(x->keys, d, b.m, h->d, x->keys_t, m), place_columns(x->values, e, b.m, h->e, x->values_t, m);
-    for (int64_t t = 0; t < earlier; t++)
-        for (int64_t j = 0; j < b.m; j++) met[t * m + j] = h->block_k[t * all + of_k[j]];
+    int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
+    int64_t earlier = gather_block(h, x, b, table, slots, of_q, met, s);
+    place_columns(x->values, e, b.m, h->e, x->values_t, m);
     for (int64_t i = 0; i < b.m; i += TILE) {
         int64_t n = least(b.m - i, TILE), rows = in_blocks(n), *own = of_q + i;
         gather(h->q, own, n, x->q, d), gather(h->grad, own, n, x->out, e);
@@ -802,7 +805,7 @@ static inline void differentiate_block(const heads *h, const room *x, span b, in
         pulls(x->u, m, 1, x->keys, x->q, x->to_q, d, rows, b.m, 0);
         add_to(x->to_q, own, n, h->sum_q, d, !table);
     }
-    add_to(x->to_keys, of_k, b.m, h->sum_k, d, !table), add_to(x->to_values, of_k, b.m, h->sum_v, e, !table);
+    add_to(x->to_keys, slots, b.m, h->sum_k, d, !table), add_to(x->to_values, slots, b.m, h->sum_v, e, !table);
 }
 
 """
