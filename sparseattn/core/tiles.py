@@ -37,6 +37,7 @@ typedef REAL vec __attribute__((vector_size(WIDE), aligned(sizeof(REAL)), may_al
 enum { LANES = WIDE / sizeof(REAL), HEIGHT = 8, BREADTH = WIDE == 64 ? 2 : 1, TILE = 32 };
 
 INLINE vec *at(const REAL *x) { return (vec *)x; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 INLINE int64_t in_blocks(int64_t rows) { return (rows + HEIGHT - 1) / HEIGHT * HEIGHT; }
 
@@ -112,6 +113,14 @@ INLINE vec larger(vec x, vec y) {
     return (vec)(((ints)x & first) | ((ints)y & ~first));
 }
 
+INLINE REAL largest(const REAL *x, int64_t width) {
+    vec top = *at(x);
+    for (int64_t j = LANES; j < width; j += LANES) top = larger(top, *at(x + j));
+    REAL most = top[0];
+    for (int lane = 1; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
+    return most;
+}
+
 INLINE vec exponential(vec x) {
     static const REAL over[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040, 1. / 40320, 1. / 362880,
                                 1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
@@ -157,10 +166,8 @@ _SOFTMAX = r"""
 // exp(x - max x) in place of n logits, zeros up to width; their sum.
 static inline REAL weights(REAL *x, int64_t n, int64_t width) {
     for (int64_t j = n; j < width; j++) x[j] = -INFINITY;
-    vec top = *at(x), total = {0};
-    for (int64_t j = LANES; j < width; j += LANES) top = larger(top, *at(x + j));
-    REAL most = top[0];
-    for (int lane = 1; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
+    REAL most = largest(x, width);
+    vec total = {0};
     for (int64_t j = 0; j < width; j += LANES) {
         vec p = exponential(*at(x + j) - most);
         total += *at(x + j) = p;  // of padding the smallest normal number, lost beside the 1 of the largest weight
@@ -222,7 +229,7 @@ int attend(const REAL *q, const REAL *rows, REAL *out, double scale, const int64
             place(row + d, d + e, x.m, e, 1, x.values, x.m, x.e_all);
             for (int64_t i = s[QUERIES] * part / s[PIECES]; i < end; i += TILE)
                 strange |= forward(&x, from + i * q_step, q_step, out + first(pair, e, s[BY_POINT], s) + i * out_step,
-                                   out_step, end - i < TILE ? end - i : TILE, scale);
+                                   out_step, least(end - i, TILE), scale);
         }
         free(x.keys);
     }
@@ -268,7 +275,7 @@ int attend_backward(const REAL *grad, const REAL *q, const REAL *rows, REAL *to_
             memset(x.to_values, 0, x.m_all * x.e_all * sizeof(REAL));
             for (int64_t i = s[QUERIES] * part / s[PIECES]; i < end; i += TILE)
                 backward(&x, q + own + i * q_step, q_step, from + i * grad_step, grad_step, to_q + own + i * q_step,
-                         end - i < TILE ? end - i : TILE, scale);
+                         least(end - i, TILE), scale);
             for (int64_t j = 0; j < x.m; j++) {
                 place(x.to_keys + j * x.d_all, x.d_all, 1, d, 1, to + j * (d + e), 1, d);
                 place(x.to_values + j * x.e_all, x.e_all, 1, e, 1, to + j * (d + e) + d, 1, e);
@@ -336,7 +343,7 @@ def few_keys_attention(q: Float[Tensor, "b h n d"], rows: Float[Tensor, "b h m d
         q: queries.
         rows: keys and values side by side.
         scale: factor of the products q.k; None takes d ** -0.5.
-        look: called if something was not finite, to find out what.
+        look: called if a query or an output is not finite, to find out what.
 
     Returns:
         Weighted means of the values, dtype as `q`.

@@ -540,7 +540,6 @@ _SORTED = r"""
 enum { TABLES, ROWS, POINTS, BLOCK, WIDTH, VALUES, TOGETHER, UNION, THREADS };
 enum { AHEAD = 8 };
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE void ask(const REAL *x, int64_t width) {
     for (int64_t c = 0; c < width; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
 }
@@ -639,10 +638,17 @@ static inline int64_t gather_block(const heads *h, const room *x, span b, int64_
     return earlier;
 }
 
-static inline void number_block(const heads *h, span b, int64_t table, int64_t number, int64_t all) {
-    for (int64_t i = 0; i < b.m; i++) {
-        h->block_q[table * all + h->place_q[b.head * h->n + b.order_q[i]]] = number;
-        h->block_k[table * all + h->place_k[b.head * h->n + b.order_k[i]]] = number;
+// Number of the block of every point in every table; the threads share the work.
+static inline void number_blocks(const heads *h, int64_t items, int64_t from, const int64_t *order_q,
+                                 const int64_t *order_k, const int64_t *count, const int64_t *s) {
+    #pragma omp for
+    for (int64_t item = 0; item < items * s[TABLES]; item++) {
+        int64_t table = item / items, number = item % items % h->blocks, all = s[TOGETHER] * h->n;
+        span b = block_of(item % items, table, from, h, order_q, order_k, count, s);
+        for (int64_t i = 0; i < b.m; i++) {
+            h->block_q[table * all + h->place_q[b.head * h->n + b.order_q[i]]] = number;
+            h->block_k[table * all + h->place_k[b.head * h->n + b.order_k[i]]] = number;
+        }
     }
 }
 """
@@ -737,12 +743,7 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
             for (int64_t i = 0; i < items; i++)
                 finite &= sort_block(&h, block_of(i, 0, from, &h, order_q, order_k, count, s), q + at * h.d,
                                      k + at * h.d, v + at * h.e);
-            if (s[UNION]) {
-                #pragma omp for
-                for (int64_t i = 0; i < items * s[TABLES]; i++)
-                    number_block(&h, block_of(i % items, i / items, from, &h, order_q, order_k, count, s), i / items,
-                                 i % items % h.blocks, s[TOGETHER] * n);
-            }
+            if (s[UNION]) number_blocks(&h, items, from, order_q, order_k, count, s);
             for (int64_t table = 0; table < s[TABLES]; table++) {
                 #pragma omp for
                 for (int64_t i = 0; i < items; i++)
@@ -829,12 +830,7 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
                 sort_block(&h, b, q + at * h.d, k + at * h.d, v + at * h.e);
                 sort_gradients(&h, b, grad + at * h.e, out + at * h.e, whole + at);
             }
-            if (s[UNION]) {
-                #pragma omp for
-                for (int64_t i = 0; i < items * s[TABLES]; i++)
-                    number_block(&h, block_of(i % items, i / items, from, &h, order_q, order_k, count, s), i / items,
-                                 i % items % h.blocks, s[TOGETHER] * n);
-            }
+            if (s[UNION]) number_blocks(&h, items, from, order_q, order_k, count, s);
             for (int64_t table = 0; table < s[TABLES]; table++) {
                 #pragma omp for
                 for (int64_t i = 0; i < items; i++)
@@ -876,7 +872,7 @@ _SOURCE += _SORT_GRADIENTS + _BLOCK_BACKWARD + _BACKWARD + _PERMUTATIONS
 
 # %% ../../nbs/hept/32_attention.ipynb #701af3b1
 def _loops(x):
-    "The kernels, where vectors are wide enough to pay: eight floats at least."
+    "The kernels, where vectors have 32 bytes at least; with narrower ones they were not timed."
     kernels = c_kernels(_SOURCE, x)
     return kernels if kernels is not None and kernels("vector_bytes") >= 32 else None
 

@@ -169,14 +169,14 @@ int mix(const REAL *rows, const REAL *top, REAL *out, double tau, const int64_t 
     int64_t k = s[SAMPLED], c = s[CHANNELS], k_all = padded(k), c_all = padded(c);
     #pragma omp parallel num_threads(s[THREADS])
     {
-        REAL *others = malloc((k * c_all + 2 * (k_all + TILE) + TILE * (k_all + c_all)) * sizeof(REAL)), *u = others + k * c_all;
-        REAL *v = u + k_all + TILE, *q = v + k_all + TILE, *mean = q + TILE * k_all, sums[TILE];
+        REAL *others = malloc((k * c_all + 2 * (k_all + TILE) + TILE * (k_all + c_all)) * sizeof(REAL));
+        REAL *u = others + k * c_all, *v = u + k_all + TILE, *q = v + k_all + TILE, *mean = q + TILE * k_all, sums[TILE];
         #pragma omp for
         for (int64_t b = 0; b < s[SETS]; b++) {
             factors(top + 2 * b * k, k, tau, u, v);
             place(rows + (2 * b + 1) * k * c, c, k, c, (REAL)1 / k, others, k, c_all);
             for (int64_t a = 0; a < k; a += TILE) {
-                int64_t n = k - a < TILE ? k - a : TILE, n_all = (n + HEIGHT - 1) / HEIGHT * HEIGHT;
+                int64_t n = least(k - a, TILE), n_all = in_blocks(n);
                 compared(u + a, v, n_all, k_all, q, sums);
                 product(q, k_all, 1, others, c_all, mean, c_all, n_all, c_all, k, 0);
                 for (int64_t r = 0; r < n; r++) {
@@ -209,8 +209,8 @@ int unmix(const REAL *grad, const REAL *rows, const REAL *top, REAL *to_rows, RE
     #pragma omp parallel num_threads(s[THREADS])
     {
         int64_t kept = c * k_all + k_all * c_all + k_all + 2 * (k_all + TILE), tile = TILE * (2 * k_all + c_all);
-        REAL *others = malloc((kept + tile) * sizeof(REAL)), *to_others = others + c * k_all, *down = to_others + k_all * c_all;
-        REAL *u = down + k_all, *v = u + k_all + TILE, *q = v + k_all + TILE, *e = q + TILE * k_all, *h = e + TILE * k_all;
+        REAL *others = malloc((kept + tile) * sizeof(REAL)), *to_others = others + c * k_all;
+        REAL *down = to_others + k_all * c_all, *u = down + k_all, *v = u + k_all + TILE, *q = v + k_all + TILE, *e = q + TILE * k_all, *h = e + TILE * k_all;
         #pragma omp for
         for (int64_t b = 0; b < s[SETS]; b++) {
             REAL sums[TILE], *to_first = to_top + 2 * b * k, over = 1 / (k * tau);
@@ -218,7 +218,7 @@ int unmix(const REAL *grad, const REAL *rows, const REAL *top, REAL *to_rows, RE
             place_columns(rows + (2 * b + 1) * k * c, c, k, c, others, k_all);
             memset(to_others, 0, k_all * (c_all + 1) * sizeof(REAL));
             for (int64_t a = 0; a < k; a += TILE) {
-                int64_t n = k - a < TILE ? k - a : TILE, n_all = (n + HEIGHT - 1) / HEIGHT * HEIGHT;
+                int64_t n = least(k - a, TILE), n_all = in_blocks(n);
                 compared(u + a, v, n_all, k_all, q, sums);
                 place(grad + (b * k + a) * c, c, n, c, 1, h, n_all, c_all);
                 if (to_rows) product(q, 1, k_all, h, c_all, to_others, c_all, k_all, c_all, n_all, 1);
@@ -233,7 +233,7 @@ int unmix(const REAL *grad, const REAL *rows, const REAL *top, REAL *to_rows, RE
                 }
             }
             for (int64_t j = 0; j < k; j++) to_first[k + j] = -over * down[j];
-            if (to_rows) for (int64_t j = 0; j < k; j++) place(to_others + j * c_all, c_all, 1, c, (REAL)1 / k, to_rows + ((2 * b + 1) * k + j) * c, 1, c);
+            if (to_rows) place(to_others, c_all, k, c, (REAL)1 / k, to_rows + (2 * b + 1) * k * c, k, c);
         }
         free(others);
     }

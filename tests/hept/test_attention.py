@@ -169,6 +169,22 @@ def test_threads_do_not_change_the_result(masked):
 
 
 @pytest.mark.parametrize("combine", ["sum", "union"])
+def test_threads_change_no_bit_of_the_loop(combine):
+    q, k, v, order_q, order_k = make(90)
+    leaves, threads, found = [x.requires_grad_() for x in (q, k, v)], torch.get_num_threads(), []
+    try:
+        for count in (2, 3, 5):
+            torch.set_num_threads(count)
+            if attention._loops(q) is None:
+                pytest.skip("needs the loop")
+            out = hept_attention(*leaves, order_q, order_k, block_size=8, combine=combine)
+            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(x.equal(y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("combine", ["sum", "union"])
 def test_duplicated_points(combine):
     *qkv, order_q, order_k = make(24)
     qkv = [x[:, :, torch.arange(24) % 3] for x in qkv]
