@@ -1,11 +1,18 @@
 #!/usr/bin/env bash
 # Make .venv with everything the notebooks and the tests need; a second run finds nothing to do.
-#   PYTHON=python3.12 bash scripts/setup.sh      another interpreter
+#   PYTHON=python3.12 bash scripts/setup.sh      another interpreter, 3.11.5 or newer
 #   TORCH_SPEC="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" bash scripts/setup.sh      another build of torch
 #   bash scripts/setup.sh --no-export            leave sparseattn/*.py as they are
+#   bash scripts/setup.sh --python               only look whether the interpreter is new enough
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11, 5))' 2>/dev/null; then # what constraints.txt needs
+    found=$("$python" -c 'import sys; print("Python " + sys.version.split()[0])' 2>/dev/null || echo "not there")
+    echo "set-up: expected Python 3.11.5 or newer, but $python is $found; PYTHON=python3.12 bash scripts/setup.sh takes another" >&2
+    exit 1
+fi
+if [[ ${1:-} == --python ]]; then exit 0; fi
 
 stamp=.venv/.sparseattn
 want=$("$python" -c 'import hashlib, sys
@@ -14,7 +21,7 @@ print(hashlib.sha256(b"".join(open(f, "rb").read() for f in sys.argv[1:])).hexdi
 if [[ -f $stamp && $(cat "$stamp") == "$want" ]]; then exit 0; fi
 
 rm -f "$stamp"
-has_torch=$("$python" -c 'import torch; print(tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5))' 2>/dev/null || true)
+has_torch=$("$python" -c 'import torch; print(tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11))' 2>/dev/null || true)
 if [[ ! -x .venv/bin/python ]]; then
     echo "set-up: making .venv"
     # A torch that is there already (a GPU build, say) is used as it is.

@@ -56,6 +56,76 @@ COLLECTION = {
 }
 
 
+#: an environment in which the small collection finds its own package and no other
+OWN_PACKAGE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+#: the command line of the studies, with trainings that count to ten
+STUDIES = """import argparse, importlib, json, os, sys, time
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("names", nargs="*")
+for option in ("--scale", "--units", "--unit", "--device"):
+    parser.add_argument(option)
+parser.add_argument("--budget", type=float, default=9e9)
+parser.add_argument("--retrain", action="store_true")
+args = parser.parse_args()
+
+
+def record(study, unit):
+    return Path(f"figures/{study}/runs/{args.scale}/{unit}.json")
+
+
+def made_on(path):
+    return json.loads(path.read_text())["finished"][:10] if path.exists() else ""
+
+
+def listed(study):
+    "A unit: what it does, records it needs, minutes, and why it cannot be trained."
+    for unit, (_, needs, minutes, why) in importlib.import_module(f"sparseattn.studies.{study}").STUDY.items():
+        needs = [record(study, name).as_posix() for name in needs]
+        yield {"study": study, "unit": unit, "record": record(study, unit).as_posix(), "needs": needs,
+               "minutes": minutes, "gpu": args.scale == "gpu", "why not": why, "environment": {"MALLOC_TOP_PAD_": "9"},
+               "made": made_on(record(study, unit))}
+
+
+if args.units:
+    Path(args.units).write_text(json.dumps([unit for name in args.names for unit in listed(name)]))
+    sys.exit()
+study, began = args.names[0], time.time()
+what = importlib.import_module(f"sparseattn.studies.{study}").STUDY[args.unit][0]
+kept = Path(f"build/{args.scale}/studies/{study}/{args.unit}.step")
+kept.parent.mkdir(parents=True, exist_ok=True)
+if args.retrain:
+    kept.unlink(missing_ok=True)
+first = step = int(kept.read_text()) if kept.exists() else 0
+while step < 10:
+    if time.time() - began > 60 * args.budget:
+        sys.exit(75)
+    if what == "fails" and step == 3:
+        raise ArithmeticError("the loss is not finite")
+    if what == "killed" and step == 3:
+        os.kill(os.getpid(), 9)
+    time.sleep(0.5 if what == "slow" else 0.01)
+    step += 1
+    kept.write_text(str(step))
+    print("step", step, flush=True)
+done = record(study, args.unit)
+done.parent.mkdir(parents=True, exist_ok=True)
+done.write_text(json.dumps(dict(finished="2026-11-22T10:00:00Z", first=first, environment=dict(os.environ))))
+"""
+
+#: a notebook that shows what a study has trained
+TRAINED = [
+    "#| default_exp studies.toy",
+    ("parameters", 'scale = "smoke"'),
+    "import json\nfrom pathlib import Path\nfrom sparseattn.core.tools import finish",
+    "#| export\nSTUDY = {units}",
+    "records = sorted(Path(f'figures/toy/runs/{scale}').glob('*.json'))\nprint([p.stem for p in records])",
+    "finish('33_trained', scale, ' '.join(p.stem for p in records))",
+]
+
+
 class Collection:
     """A copy of the workflow with a few notebooks that run in seconds."""
 
@@ -65,7 +135,8 @@ class Collection:
         for name in ("pyproject.toml", "settings.ini"):
             shutil.copy(ROOT / name, root / name)
         (root / "README.md").write_text("# Small\n\n<!-- ledger:begin -->\nold\n<!-- ledger:end -->\nend\n")
-        (root / "sparseattn").mkdir()
+        (root / "sparseattn/lab").mkdir(parents=True)
+        shutil.copy(ROOT / "sparseattn/lab/__init__.py", root / "sparseattn/lab")  # the scales
         (root / "sparseattn/__init__.py").write_text('__version__ = "0"\n')
         for key, cells in COLLECTION.items():
             self.write(key, cells)
@@ -91,6 +162,13 @@ class Collection:
         notebook = dict(cells=made, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
         path.write_text(json.dumps(notebook, indent=1, sort_keys=True) + "\n")
 
+    def write_study(self, key: str = "hept/33_trained", **units: tuple) -> None:
+        """Write a study and its notebook; a unit is what it does, records it needs, minutes, and why it cannot."""
+        self.write(key, [cell.replace("{units}", repr(units)) if isinstance(cell, str) else cell for cell in TRAINED])
+        (self.root / "sparseattn/studies").mkdir(exist_ok=True)
+        (self.root / "sparseattn/studies/__init__.py").touch()
+        (self.root / "sparseattn/studies/__main__.py").write_text(STUDIES)
+
     def copy(self, root: Path) -> Collection:
         """The same in another folder, file times kept."""
         shutil.copytree(self.root, root)
@@ -111,7 +189,7 @@ class Collection:
 
     def run(self, *options: str) -> subprocess.CompletedProcess:
         """Reproduce."""
-        return subprocess.run(self.command(*options), capture_output=True, text=True, timeout=300)
+        return subprocess.run(self.command(*options), capture_output=True, text=True, timeout=300, env=OWN_PACKAGE)
 
     def times(self, scale: str = "smoke") -> dict[str, int]:
         """When each notebook succeeded."""

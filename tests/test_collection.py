@@ -21,12 +21,15 @@ from configparser import ConfigParser
 from importlib import metadata
 from pathlib import Path
 
+import compare
 import graph
 import publish
 import pytest
+import torch
 import yaml
-from conftest import COLLECTION
+from conftest import COLLECTION, OWN_PACKAGE
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from sparseattn.lab.run import notebook_hash
@@ -85,6 +88,20 @@ def test_reproduction_ends_well_with_a_page(executed):
         assert f'href="html/{notebook.key}.html"' in page and (ROOT / f"build/smoke/html/{notebook.key}.html").exists()
     for link in re.findall(r'(?:href|src)="([^"#:]+)"', page):
         assert (ROOT / "build/smoke" / link).exists(), link
+
+
+COMPARED = compare.compared(
+    list(NOTEBOOKS.values()), publish.settings()["whole_machine"], publish.settings()["ledger"]
+)
+
+
+@pytest.mark.parametrize("notebook", COMPARED, ids=[n.key for n in COMPARED])
+def test_smoke_run_agrees_with_the_committed_results(notebook, executed):
+    """What neither a training nor a clock nor a setting of the scale decides comes out as it was committed."""
+    folders = ROOT / "build/smoke/figures" / notebook.stem, ROOT / "figures" / notebook.stem
+    assert not compare.unknown_settings(notebook)
+    wrong = [f"{t.name}: {t.wrong}" for t in compare.compare(notebook, *folders) if t.wrong]
+    assert not wrong, f"{wrong}; changed since: {graph.stale(ROOT, ROOT / 'figures').get(notebook.stem)}"
 
 
 @each_notebook
@@ -231,6 +248,37 @@ def test_constraints_pin_everything():
                 todo.append(inner)
 
 
+def test_oldest_python():
+    """scripts, metadata, README, ruff and CI name one oldest Python: the one that the pinned versions need."""
+    setup = (ROOT / "scripts/setup.sh").read_text(encoding="utf-8")
+    oldest = re.search(r"sys\.version_info < \((\d+), (\d+), (\d+)\)", setup).groups()
+    minor, exact, older = ".".join(oldest[:2]), ".".join(oldest), ".".join([*oldest[:2], str(int(oldest[2]) - 1)])
+    for text in (setup, (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert f"Python {exact} or newer" in text
+    assert settings()["min_python"] == minor
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    assert tools["ruff"]["target-version"] == f"py{minor.replace('.', '')}"
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    tested = [job["python"] for job in jobs["test"]["strategy"]["matrix"]["include"]]
+    assert min(tested, key=Version) == minor
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    there = {found.name.lower(): found for found in metadata.distributions()}
+    needs = [there[name.lower()].metadata["Requires-Python"] for name in pins if name.lower() in there]
+    needs = [SpecifierSet(need) for need in needs if need]
+    assert len(needs) > 50 and all(need.contains(exact) for need in needs)
+    assert not all(need.contains(older) for need in needs)
+
+
+def test_oldest_torch():
+    """The requirement, what setup.sh takes over, and the oldest that is tested are one version."""
+    requirement = next(r for r in map(Requirement, settings()["requirements"].split()) if r.name == "torch")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    tested = [Version(job["torch"]) for job in jobs["test"]["strategy"]["matrix"]["include"]]
+    setup = (ROOT / "scripts/setup.sh").read_text(encoding="utf-8")
+    major, minor = re.search(r"torch\.__version__.*>= \((\d+), (\d+)\)", setup).groups()
+    assert str(requirement.specifier) == f">={major}.{minor}" and min(tested) == Version(f"{major}.{minor}.0")
+
+
 def test_workflow_settings_name_notebooks():
     stems = {n.stem for n in NOTEBOOKS.values()}
     assert set(publish.settings()["whole_machine"]) <= stems
@@ -285,6 +333,13 @@ def test_manifest():
 
 
 @needs_results
+def test_results_older_than_their_code_are_listed():
+    """Stale results are allowed, unmarked ones are not: figures/stale.csv names each with what changed since."""
+    listed = (ROOT / "figures/stale.csv").read_text(encoding="utf-8")
+    assert listed == graph.stale_text(ROOT), "run: python workflow/publish.py lists"
+
+
+@needs_results
 def test_ledger():
     """figures/claims.csv holds the claims of all notebooks, each once."""
     ledger = list(csv.DictReader((ROOT / "figures/claims.csv").open(newline="", encoding="utf-8")))
@@ -310,7 +365,9 @@ def test_committed_results(notebook):
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert run["scale"] in graph.SCALES[1:]
     assert run["notebook_sha256"] == notebook_hash(ROOT / notebook.path)
-    files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "run.json"}
+    assert {notebook.path.as_posix(), "sparseattn/lab/run.py"} <= run["sources"].keys()
+    files = [p for p in folder.iterdir() if p.is_file() and p.name != "run.json"]
+    files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
     assert files == run["files"]
     publish.check_folder(folder)
 
@@ -339,13 +396,40 @@ def reproduce(*options: str) -> subprocess.CompletedProcess:
         (["--cores", "0"], "argument --cores"),
         (["--cores", "two"], "argument --cores"),
         (["cpu"], "unrecognized arguments: cpu"),
+        (["--scale", "cpu", "--budget", "soon"], "argument --budget: expected minutes, a number from 0 on, got 'soon'"),
+        (["--scale", "cpu", "--budget", "-1"], "argument --budget: expected minutes, a number from 0 on, got '-1'"),
+        (["--budget", "0"], "argument --budget: at smoke scale"),
+        (["--retrain"], "argument --retrain: at smoke scale"),
+        (["--profile", "nix"], "argument --profile: there is no folder 'nix'"),
+        (["--packages", "nix"], "argument --packages: there is no folder 'nix'"),
     ],
 )
 def test_wrong_arguments(options, message):
     done = reproduce(*options)
     assert done.returncode == 2 and message in done.stderr.replace("choose from smoke", "choose from 'smoke")
-    if "nix" in options:
+    if "--only" in options:
         assert all(c in done.stderr for c in graph.chapters(NOTEBOOKS))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("scale", ["gpu", "paper"])
+def test_scale_without_its_device(scale, monkeypatch):
+    import reproduce as driver
+
+    monkeypatch.delenv("SPARSEATTN_DEVICE", raising=False)
+    done = reproduce("--scale", scale)
+    assert done.returncode == 2 and f"scale {scale} needs a CUDA device" in done.stderr
+    assert driver.main(["--scale", scale]) == 2 and driver.main(["--scale", scale, "--check", "--dry-run"]) == 0
+    monkeypatch.setenv("SPARSEATTN_DEVICE", "cpu")
+    assert driver.main(["--scale", scale, "--check"]) == 0
+
+
+def test_rehearsals_are_not_published(tmp_path):
+    (tmp_path / "run.json").write_text('{"scale": "gpu", "device": "cpu, 2 cores"}')
+    with pytest.raises(publish.Refused, match="made on a CPU: a rehearsal"):
+        publish.check_folder(tmp_path)
+    (tmp_path / "run.json").write_text('{"scale": "gpu", "device": "NVIDIA H100"}')
+    publish.check_folder(tmp_path)
 
 
 def test_help_names_scales():
@@ -373,6 +457,7 @@ def test_smoke_run_shows_progress_and_leaves_the_tree_alone(finished):
     assert '"outputs": []' in (finished.root / "nbs/hept/30_one.ipynb").read_text()
     page = (finished.root / "build/smoke/index.html").read_text()
     assert "Ledger: 2 claims" in page and 'id="failed"' not in page
+    assert "Changed since the committed results" not in page  # there are none
 
 
 def test_second_run_does_nothing(finished):
@@ -405,7 +490,7 @@ def test_fingerprints_follow_imports(collection):
     def used(source: str) -> set[str]:
         collection.write("hept/39_x", ["%matplotlib inline\n" + source])
         notebook = graph.read_notebook(collection.root, Path("nbs/hept/39_x.ipynb"))
-        found = graph.fingerprint(collection.root, notebook, graph.Imports(collection.root))
+        found = graph.sources(collection.root, notebook, graph.Imports(collection.root))
         return {p.removeprefix("sparseattn/") for p in found} - {"nbs/hept/39_x.ipynb"}
 
     assert used("import math") == set()
@@ -418,10 +503,73 @@ def test_fingerprints_follow_imports(collection):
     assert used("from sparseattn.core.base import x\nthis is not python") == {"core/base.py"}
 
 
+def test_fingerprints_know_sources_in_c(collection):
+    """A module that names a file of csrc/ depends on it and on all headers."""
+    package = collection.root / "sparseattn"
+    (package / "csrc").mkdir()
+    for name, text in {"csrc/a.c": "", "csrc/b.c": "", "csrc/all.h": "", "native.py": "load('a.c')"}.items():
+        (package / name).write_text(text)
+    found = graph.module_sources(collection.root, graph.Imports(collection.root), ["sparseattn.native"])
+    assert {p.removeprefix("sparseattn/") for p in found} == {"native.py", "csrc/a.c", "csrc/all.h"}
+
+
+def test_fingerprints_follow_libraries_and_compiler(collection, monkeypatch):
+    """Another torch, other pins, a compiler that comes or goes: all notebooks run again."""
+    root = collection.root
+    notebook = graph.read_notebook(root, Path("nbs/hept/30_one.ipynb"))
+
+    def digest() -> str:
+        graph.compiler.cache_clear()
+        return graph.digest(graph.fingerprint(root, notebook, graph.Imports(root)))
+
+    seen = [digest()]
+    assert digest() == seen[0]
+    (root / "constraints.txt").write_text("torch==2.13.0\n")
+    seen.append(digest())
+    monkeypatch.setattr(graph.metadata, "version", lambda name: "0.0.1")
+    seen.append(digest())
+    monkeypatch.setenv("CC", "")
+    seen.append(digest())
+    assert "C compiler" in graph.fingerprint(root, notebook, graph.Imports(root)) and graph.compiler() == "none"
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert digest() == seen[-1]
+    assert len(set(seen)) == len(seen)
+    monkeypatch.undo()
+    graph.compiler.cache_clear()
+
+
+def test_stale_results_name_what_changed(collection):
+    """The notebook, a module, a library; results without hashes are unknown; unchanged ones are not listed."""
+    root = collection.root
+    notebooks = {n.stem: n for n in graph.find_notebooks(root).values()}
+    (root / "sparseattn/data").mkdir()
+    (root / "sparseattn/data/numbers.py").write_text("a = 1\n")
+    for stem in ("30_one", "31_two"):
+        made = graph.sources(root, notebooks[stem], graph.Imports(root))
+        (root / "figures" / stem).mkdir(parents=True)
+        run = dict(scale="cpu", sources=made, versions=dict(torch="2.13.0+cpu", numpy="2.4.6"))
+        (root / "figures" / stem / "run.json").write_text(json.dumps(run))
+    (root / "constraints.txt").write_text("# pins\ntorch==2.13.0\nnumpy==2.4.6\n")
+    assert graph.stale(root, root / "figures") == {}
+    assert graph.stale_text(root) == 'notebook,changed since,"changed since, bookkeeping"\n'
+    (root / "sparseattn/data/numbers.py").write_text("a = 2\n")
+    assert graph.stale(root, root / "figures") == {"31_two": ["sparseattn/data/numbers.py"]}
+    collection.edit("hept/30_one", "1 + 1", "1 + 2")
+    (root / "constraints.txt").write_text("torch==2.14.0\nnumpy==2.4.6\n")
+    assert graph.stale(root, root / "figures") == {
+        "30_one": ["nbs/hept/30_one.ipynb", "torch 2.13.0"],
+        "31_two": ["sparseattn/data/numbers.py", "torch 2.13.0"],
+    }
+    (root / "figures/31_two/run.json").write_text('{"scale": "cpu"}')
+    rows = list(csv.DictReader(graph.stale_text(root).splitlines()))
+    assert [row["notebook"] for row in rows] == ["30_one", "31_two"]
+    assert rows[0]["changed since"] == "nbs/hept/30_one.ipynb, torch 2.13.0" and "unknown" in rows[1]["changed since"]
+
+
 def test_fingerprints_follow_names_of_attentions(collection):
     """Who finds attentions by name depends on the modules that register the names it writes."""
     package = collection.root / "sparseattn"
-    register = "from ..core.transformer import register_attention\n\n@register_attention(\"{}\")\nclass A: pass"
+    register = 'from ..core.transformer import register_attention\n\n@register_attention("{}")\nclass A: pass'
     for name, text in {
         "core/transformer.py": "registered = 'far'",
         "hept/attention.py": register.format("near") + "\nchoice = 'far'",
@@ -490,7 +638,7 @@ def test_failing_notebooks(collection):
     build = collection.root / "build/smoke"
     assert "before" in (build / "executed/hept/32_bad.ipynb").read_text()
     assert "ZeroDivisionError" in (build / "log/hept/32_bad.txt").read_text()
-    assert collection.times().keys() == {"hept/30_one", "hept/31_two"}
+    assert collection.times().keys() == {"hept/30_one", "hept/31_two", "atlas/92_claims"}  # gathers what is there
     page = (build / "index.html").read_text()
     assert "4 failed" in page and "division by zero" in page
     for bad in ("32_bad", "33_dies", "34_noscale", "35_nofinish"):
@@ -517,6 +665,7 @@ def test_kill_and_go_on(collection):
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env=OWN_PACKAGE,
     )
     kernel, log = collection.root / "pid", collection.root / "build/smoke/log/snakemake.log"
     _wait(lambda: kernel.exists() and re.search(r"2 of \d steps", log.read_text()), 120)  # the two quick ones are done
@@ -560,6 +709,10 @@ def test_publish(collection):
     (root / "figures/31_two").mkdir(parents=True)
     (root / "figures/31_two/run.json").write_text('{"scale": "gpu"}')
     (root / "figures/29_gone").mkdir()
+    records = [root / "figures" / name / "runs/cpu/unit.json" for name in ("study", "30_one")]
+    for record in records:
+        record.parent.mkdir(parents=True)
+        record.write_text("{}")
     done = collection.run("--scale", "cpu")
     assert done.returncode == 0, done.stdout
     assert "kept figures/31_two, made at gpu" in done.stdout and not (root / "figures/29_gone").exists()
@@ -568,6 +721,8 @@ def test_publish(collection):
     assert "<!-- ledger:begin -->\n2 claims\n<!-- ledger:end -->\nend" in (root / "README.md").read_text()
     assert len((root / "figures/claims.csv").read_text().splitlines()) == 3
     assert (root / "figures/MANIFEST.json").read_text() == publish.manifest(root / "figures")
+    assert all(record.read_text() == "{}" for record in records) and "runs" not in publish.manifest(root / "figures")
+    assert (root / "figures/stale.csv").read_text() == graph.stale_text(root)
 
     content = json.loads((root / "nbs/hept/30_one.ipynb").read_text())
     assert [cell["id"] for cell in content["cells"]] == ids
@@ -583,24 +738,41 @@ def test_publish(collection):
     assert (root / "figures/30_one/table.csv").exists() and collection.times("cpu") == times
 
 
-def test_publish_refuses(collection):
-    """Nothing is written when an output must not be committed; the notebook and the cell are named."""
-    path = "'/home/' + 'somebody/data'"
+def test_publish_keeps_back_what_failed(collection):
+    """What failed, and what must not be committed, stays as it is committed, and is named; the rest is published."""
+    few = ("core/00_tools", "data/10_numbers", "hept/31_two")
+    path, parameters = "'/home/' + 'somebody/data'", ("parameters", 'scale = "smoke"')
     collection.write(
-        "hept/30_one",
-        [
-            ("parameters", 'scale = "smoke"'),
-            "from sparseattn.core.tools import finish",
-            f"print({path})",
-            "finish('30_one', scale, 1)",
-        ],
+        "hept/32_path",
+        [parameters, f"print({path})", "from sparseattn.core.tools import finish\nfinish('32_path', scale, 1)"],
     )
-    (collection.root / "nbs/hept/31_two.ipynb").unlink()
+    collection.write("hept/33_bad", [parameters, "1 / 0"])
+    for name in ("32_path", "33_bad"):
+        (collection.root / f"figures/{name}").mkdir(parents=True)
+        (collection.root / f"figures/{name}/table.csv").write_text("committed")
+    assert collection.run("--only", "core").returncode == 0  # exports the tools
+    for key in few:
+        (collection.root / f"nbs/{key}.ipynb").unlink()
     before = tree(collection.root / "nbs")
-    done = collection.run("--scale", "cpu", "--only", "hept")
-    assert done.returncode == 1
-    assert "not published: nbs/hept/30_one.ipynb, cell 4: the output names a path of this machine" in done.stdout
-    assert tree(collection.root / "nbs") == before and not (collection.root / "figures").exists()
+    done = collection.run("--scale", "cpu", "--no-export")
+    assert done.returncode == 1 and "NOT everything succeeded" in done.stdout
+    assert "not published: nbs/hept/32_path.ipynb, cell 3: the output names a path of this machine" in done.stdout
+    assert "not published: nbs/hept/33_bad.ipynb did not succeed" in done.stdout and "1 failed" in page_of(collection)
+    changed = {Path(p).stem for p, text in tree(collection.root / "nbs").items() if before[p] != text}
+    assert changed == {"30_one", "92_claims"}
+    for name in ("32_path", "33_bad"):
+        assert (collection.root / f"figures/{name}/table.csv").read_text() == "committed"
+    assert (
+        "1 claims" in (collection.root / "README.md").read_text()
+        or "2 claims" in (collection.root / "README.md").read_text()
+    )
+    second = collection.run("--scale", "cpu", "--no-export")
+    assert second.returncode == 1 and "hept/33_bad FAILED" in second.stdout and "hept/30_one" not in second.stdout
+
+
+def page_of(collection, scale: str = "cpu") -> str:
+    """The page of a run."""
+    return (collection.root / f"build/{scale}/index.html").read_text()
 
 
 def test_outputs_with_tracebacks_are_refused():
@@ -645,33 +817,6 @@ def test_absolute_paths():
 def test_readme_needs_its_markers():
     with pytest.raises(publish.Refused, match="once each"):
         publish.with_block("no markers", "text")
-
-
-def test_cluster_profile(collection):
-    """The SLURM profile is one that Snakemake accepts; its executor is a plugin, so the plan alone is made here."""
-    profile = yaml.safe_load((ROOT / "workflow/profiles/slurm/config.yaml").read_text())
-    assert profile.pop("executor") == "slurm"
-    rules = {n.rule for n in NOTEBOOKS.values()}
-    assert set(profile.pop("set-resources")) <= rules
-    folder = collection.root / "profile"
-    folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump(profile))
-    command = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "-s",
-        "workflow/Snakefile",
-        "--profile",
-        "profile",
-        "--dry-run",
-        "--config",
-        "scale=gpu",
-        "cores=8",
-    ]
-    done = subprocess.run(command, cwd=collection.root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "rule hept_31_two" in done.stdout + done.stderr and "mem_mb=16000" in done.stdout + done.stderr
 
 
 # ---- the package

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
+import graph
 import publish
 import pytest
 
-from sparseattn.lab import claims
+from sparseattn.lab import claims, run
 from sparseattn.lab.run import notebook_hash
 
 ROOT = Path(__file__).parent.parent
@@ -51,13 +53,14 @@ class Sandbox:
         if finished:
             (path / "run.json").write_text(json.dumps(dict(scale=scale, notebook_sha256=digest)))
 
-    def run(self, name: str, scale: str) -> None:
-        """Execute the code cells, in this process."""
+    def run(self, name: str, scale: str) -> dict:
+        """Execute the code cells, in this process; their names."""
         names: dict = {"__name__": "__main__"}
         for cell in json.loads((self.root / "nbs" / name).read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] == "code":
                 parameters = "parameters" in cell["metadata"].get("tags", [])
                 exec(f'scale = "{scale}"' if parameters else "".join(cell["source"]), names)
+        return names
 
     def ledger(self, scale: str) -> Path:
         """Assemble the ledger; the folder it wrote."""
@@ -124,6 +127,52 @@ def test_smoke_run_counts_even_where_larger_results_are_committed(sandbox):
     sandbox.result("figures/30_a", "gpu", claim("A-1", "30_a", "loose"))
     sandbox.result("build/smoke/figures/30_a", "smoke", claim("A-1", "30_a"))
     assert claims.read(sandbox.ledger("smoke") / "ledger.csv")[0].verdict == "holds"
+
+
+def test_findings_count_for_no_paper(sandbox):
+    """Origin and decided are counted where claims have them; older files without these columns are read as before."""
+    old = claim("A-1", "30_a")
+    sandbox.notebook("hept/30_a"), sandbox.notebook("hept/31_b")
+    sandbox.result("build/smoke/figures/30_a", "smoke", old)
+    path = sandbox.root / "build/smoke/figures/30_a/claims.csv"
+    rows = list(csv.DictReader(path.open(newline="")))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [name for name in rows[0] if name not in ("origin", "phrase", "decided", "uses")])
+        writer.writeheader()
+        writer.writerows({name: row[name] for name in writer.fieldnames} for row in rows)
+    facts = dict(asdict(old), notebook="31_b")
+    new = [
+        claims.Claim(**dict(facts, id="A-2", origin="stated", decided="proof", verdict="typo", phrase="a few words")),
+        claims.Claim(**dict(facts, id="A-3", origin="implied", decided="statistics", uses="A-1 A-2")),
+        claims.Claim(**dict(facts, id="A-4", origin="ours", decided="proof")),
+        claims.Claim(**dict(facts, id="A-5", origin="stated", decided="training", verdict="undecided")),
+    ]
+    sandbox.result("build/smoke/figures/31_b", "smoke", *new)
+    names = sandbox.run("atlas/92_claims.ipynb", "smoke")
+    assert names["by_paper"].sum(axis=1).to_dict() == {"A": 4} and names["by_paper"].loc["A", "undecided"] == 1
+    assert names["findings"]["id"].tolist() == ["A-4"]
+    assert names["tally"]("origin")["all"].to_dict() == {"stated": 2, "implied": 1, "ours": 1}
+    assert names["tally"]("decided")["all"].to_dict() == {"proof": 2, "statistics": 1, "training": 1}
+    folder = sandbox.root / "build/smoke/figures/92_claims"
+    assert "4 claims on record" in (text := (folder / "readme.md").read_text())
+    assert "counted apart: 1." in text and claims.read(folder / "ledger.csv") == [old, *new]
+
+
+def test_ledger_says_what_is_older_than_its_code(sandbox, monkeypatch):
+    monkeypatch.setattr(run, "workflow_graph", lambda root: graph)
+    imports = graph.Imports(sandbox.root)
+    for key in ("hept/30_a", "hept/31_b", "sbm/40_c"):
+        sandbox.notebook(key)
+        page, stem = graph.read_notebook(sandbox.root, Path(f"nbs/{key}.ipynb")), key.split("/")[1]
+        sandbox.result(f"figures/{stem}", "cpu", claim(f"A-{stem[:2]}", stem))
+        if stem != "40_c":
+            path = sandbox.root / f"figures/{stem}/run.json"
+            made = dict(json.loads(path.read_text()), sources=graph.sources(sandbox.root, page, imports))
+            path.write_text(json.dumps(made))
+    page = sandbox.root / "nbs/hept/30_a.ipynb"
+    page.write_text(page.read_text().replace("Sentence of", "Another sentence of"))
+    found = {row["notebook"]: row["changed since"] for row in sandbox.run("atlas/92_claims.ipynb", "cpu")["sources"]}
+    assert found == {"30_a": "nbs/hept/30_a.ipynb", "31_b": "", "40_c": graph.UNKNOWN}
 
 
 def test_any_text_survives(sandbox):

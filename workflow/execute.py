@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import graph
+import plan
 
 MARK = "» "
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -162,6 +163,12 @@ def leave_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def set_threads(threads: int) -> None:
+    """Let libraries of this process and of its children use so many threads."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+
+
 def say(text: str) -> None:
     """Print for people: one write, so that lines of parallel jobs do not mix."""
     sys.stdout.write("".join(f"{MARK}{line}\n" for line in text.splitlines()))
@@ -180,22 +187,26 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     root = args.root.resolve()
     leave_with_parent()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = str(args.threads)
+    plan.enter(plan.read(root, args.scale))
+    set_threads(args.threads)
     os.environ.update(JUPYTER_PREFER_ENV_PATH="1", PYDEVD_DISABLE_FILE_VALIDATION="1")
     notebook = graph.read_notebook(root, Path("nbs") / f"{args.key}.ipynb")
     log = root / notebook.log(args.scale)
     graph.write_text(log, "running\n")
     say(f"{notebook.key} started")
     began = time.time()
-    sources = graph.fingerprint(root, notebook, graph.Imports(root))
+    imports = graph.Imports(root)
+    sources = graph.fingerprint(root, notebook, imports)
+    records = graph.records(root, imports.studies(notebook), args.scale)
     error = execute(root, notebook, args.scale, args.timeout)
     seconds = round(time.time() - began, 1)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // (1024 if sys.platform != "darwin" else 1024**2)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak = used.ru_maxrss // (1024 if sys.platform != "darwin" else 1024**2)
     status = dict(
         finished=time.time(),
         status="failed" if error else "done",
         seconds=seconds,
+        cpu_seconds=round(used.ru_utime + used.ru_stime, 1),
         threads=args.threads,
         peak_mib=peak,
         error=error,
@@ -203,7 +214,8 @@ def main(argv: list[str] | None = None) -> int:
     graph.write_text(log.with_suffix(".json"), json.dumps(status, indent=1) + "\n")
     graph.write_text(log, (error or f"done in {seconds} s") + "\n")
     if not error:
-        graph.write_text(root / notebook.done(args.scale), json.dumps(dict(status, sources=sources), indent=1) + "\n")
+        ran_on = dict(status, sources=sources, records=records)
+        graph.write_text(root / notebook.done(args.scale), json.dumps(ran_on, indent=1) + "\n")
         graph.write_text(root / notebook.stamp(args.scale, args.digest or graph.digest(sources)), "")
     say(
         f"{notebook.key} FAILED after {seconds:.0f} s\n{error}\n"

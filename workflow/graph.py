@@ -5,23 +5,38 @@ cells, on the modules of the package that it imports, directly or through other 
 attention it names, and on the data files those modules name. A package's `__init__.py` counts only for the names that
 are taken from it: `from sparseattn.core.attention import x` does not depend on everything that
 `sparseattn/__init__.py` re-exports.
+
+Results hold the hashes of the files they depend on (`sources` in run.json). `changes` compares them with the files as
+they are: results are *stale* when something changed since. That is no error, a kernel proved equal does not void
+results, but it is told: figures/stale.csv lists them.
 """
 
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import hashlib
+import io
 import json
 import os
 import re
+import shlex
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 PACKAGE = "sparseattn"
-SCALES = ("smoke", "cpu", "gpu", "paper")
+LIBRARIES = ("torch", "numpy", "scipy")  #: their versions count too
+#: modules that every results notebook has for writing results down and judging them; they compute none
+BOOKKEEPING = tuple(f"{PACKAGE}/lab/{name}.py" for name in ("__init__", "claims", "report", "run"))
+STALE = ("notebook", "changed since", "changed since, bookkeeping")  #: columns of figures/stale.csv
+UNKNOWN = "unknown: made before hashes were kept"
 REGISTRY = f"{PACKAGE}.core.transformer"  #: finds attentions by name
+STUDIES = f"{PACKAGE}.studies"  #: what is trained
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,11 @@ class Notebook:
     def is_index(self) -> bool:
         """Directly in nbs/: it reads the other notebooks and their ledger, so it runs after them."""
         return not self.chapter
+
+    @property
+    def uses_device(self) -> bool:
+        """Runs something on the run's device, so that it needs a GPU at gpu and paper scale."""
+        return any(kind == "code" and re.search(r"\brun\.device\b", source) for kind, _, source in self.cells)
 
     def run_json(self, scale: str) -> str:
         """What a notebook with a parameters cell writes last."""
@@ -152,6 +172,16 @@ class Imports:
             found = self._close(found | more)
         return found
 
+    def words(self, notebook: Notebook) -> set[str]:
+        """Strings written in a notebook and in the studies it uses: names of data, for one."""
+        studies = {m for m in self.imported(notebook) if m.startswith(f"{STUDIES}.")}
+        return set().union(*map(_strings, _trees(notebook)), *(self._strings[m] for m in studies))
+
+    def studies(self, notebook: Notebook) -> list[str]:
+        """Names of the studies whose records a notebook reads: it imports them, or is where they are written."""
+        modules = self.imported(notebook) | {notebook.module or ""}
+        return sorted(m.removeprefix(f"{STUDIES}.") for m in modules if m.startswith(f"{STUDIES}."))
+
     def _registered(self, modules: set[str], written: frozenset[str]) -> set[str]:
         """Modules of the attentions that a notebook names, or that a module names which looks them up."""
         users = (m for m in modules if REGISTRY in self._direct[m] and m not in self._attentions.values())
@@ -234,6 +264,7 @@ class Imports:
         return None
 
 
+@functools.lru_cache(maxsize=4096)
 def _parse(source: str) -> ast.AST:
     """The syntax tree; IPython's magics are dropped; of a cell that is not Python only import lines are read."""
     lines = [line for line in source.splitlines() if not line.lstrip().startswith(("%", "!", "?"))]
@@ -253,39 +284,143 @@ def _strings(tree: ast.AST) -> frozenset[str]:
 
 
 def data_files(root: Path, imports: Imports, modules: Iterable[str]) -> set[Path]:
-    """Files in a package's files/ folder that one of the modules names."""
+    """Files that one of the modules names, in a package's files/ folder or in csrc/; with a C file, all headers."""
     found: set[Path] = set()
     for module in modules:
-        folder = imports.file(module).parent / "files"
-        if (root / folder).is_dir():
-            text = (root / imports.file(module)).read_text(encoding="utf-8")
-            found |= {p.relative_to(root) for p in (root / folder).iterdir() if p.name in text or p.stem in text}
+        text = (root / imports.file(module)).read_text(encoding="utf-8")
+        for folder in (imports.file(module).parent / "files", Path(PACKAGE, "csrc")):
+            if (root / folder).is_dir():
+                found |= {p.relative_to(root) for p in (root / folder).iterdir() if p.name in text or p.stem in text}
+    if any(p.parent.name == "csrc" for p in found):
+        found |= {p.relative_to(root) for p in (root / PACKAGE / "csrc").glob("*.h")}
     return found
 
 
+def cache_root() -> Path:
+    """The cache folder, as `sparseattn.data.cache.cache_root` has it."""
+    return Path(os.environ.get("SPARSEATTN_CACHE") or Path.home() / ".cache" / PACKAGE).expanduser()
+
+
+def data_folders() -> list[Path]:
+    """Where `sparseattn.data.cache.data_path` looks: the user's own folder, and sets that were built."""
+    own = os.environ.get("SPARSEATTN_DATA")
+    return [p for p in ([Path(own).expanduser()] if own else []) + [cache_root() / "built"] if p.is_dir()]
+
+
 def data_listing() -> str:
-    """Names and sizes of the files that SPARSEATTN_DATA points to; empty where it is not set."""
-    folder = os.environ.get("SPARSEATTN_DATA", "")
-    if not folder or not Path(folder).is_dir():
-        return ""
-    files = sorted(p for p in Path(folder).rglob("*") if p.is_file())
-    return "\n".join(f"{p.relative_to(folder).as_posix()} {p.stat().st_size}" for p in files)
+    """Names and sizes of the files in `data_folders`; empty where there are none."""
+    files = ((f, p) for f in data_folders() for p in sorted(f.rglob("*")) if p.is_file())
+    return "\n".join(f"{p.relative_to(f).as_posix()} {p.stat().st_size}" for f, p in files)
+
+
+def module_sources(root: Path, imports: Imports, modules: Iterable[str]) -> dict[str, str]:
+    """Hash of each module's file and of the data files they name, by path."""
+    modules = set(modules)
+    files = {imports.file(m) for m in modules} | data_files(root, imports, modules)
+    return {p.as_posix(): _sha256((root / p).read_bytes()) for p in sorted(files)}
+
+
+def sources(root: Path, notebook: Notebook, imports: Imports) -> dict[str, str]:
+    """Hash of every file of the repository that the notebook depends on, by path. Stored outputs do not count."""
+    hashes = module_sources(root, imports, imports.of(notebook))
+    return hashes | {notebook.path.as_posix(): _sha256(json.dumps(notebook.cells, ensure_ascii=False).encode())}
 
 
 def fingerprint(root: Path, notebook: Notebook, imports: Imports) -> dict[str, str]:
-    """Hash of everything the notebook depends on, by file. Stored outputs do not count."""
-    modules = imports.of(notebook)
-    files = {imports.file(m) for m in modules} | data_files(root, imports, modules)
-    hashes = {p.as_posix(): _sha256((root / p).read_bytes()) for p in sorted(files)}
-    hashes[notebook.path.as_posix()] = _sha256(json.dumps(notebook.cells, ensure_ascii=False).encode())
-    if any(m.startswith(f"{PACKAGE}.data") for m in modules) and (listing := data_listing()):
+    """`sources` and what else the results depend on: libraries, compiler, the files in a user's own data folder."""
+    hashes = sources(root, notebook, imports) | environment(root)
+    if any(m.startswith(f"{PACKAGE}.data") for m in imports.of(notebook)) and (listing := data_listing()):
         hashes["SPARSEATTN_DATA"] = _sha256(listing.encode())
     return hashes
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Versions of the libraries that compute, the pins of all others, and the C compiler."""
+    found = {name: version for name in LIBRARIES if (version := _version(name))}
+    if (pins := root / "constraints.txt").exists():
+        found["constraints.txt"] = _sha256(pins.read_bytes())
+    return found | {"C compiler": compiler()}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def compiler() -> str:
+    """First line of what the C compiler says of itself ($CC, or cc); "none" where there is none or CC is empty."""
+    command = shlex.split(os.environ.get("CC", "cc"))
+    if not command or not shutil.which(command[0]):
+        return "none"
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    return (done.stdout.splitlines() or [command[0]])[0]
+
+
+def records(root: Path, studies: Iterable[str], scale: str) -> dict[str, str]:
+    """Hashes of the records of some studies, by file: results depend on them as on code."""
+    found = (p for study in studies for p in sorted((root / f"figures/{study}/runs/{scale}").glob("*.json")))
+    return {p.relative_to(root).as_posix(): _sha256(p.read_bytes()) for p in found}
 
 
 def digest(hashes: dict[str, str]) -> str:
     """One short hash of a fingerprint."""
     return _sha256(json.dumps(hashes, sort_keys=True).encode())[:12]
+
+
+def changes(root: Path, notebook: Notebook, imports: Imports, run: dict) -> list[str] | None:
+    """Files and libraries that changed since results were made.
+
+    Args:
+        run: what run.json says of the results.
+
+    Returns:
+        Paths, and libraries with the version then; None where run.json holds no hashes.
+    """
+    if not run.get("sources"):
+        return None
+    then, now = run["sources"], sources(root, notebook, imports)
+    files = [path for path in sorted(then.keys() | now.keys()) if then.get(path) != now.get(path)]
+    return files + _other_libraries(root, run.get("versions", {}))
+
+
+def _other_libraries(root: Path, versions: dict[str, str]) -> list[str]:
+    """Libraries whose version then is not the one pinned now; a suffix such as +cpu aside."""
+    pins = (root / "constraints.txt").read_text(encoding="utf-8") if (root / "constraints.txt").exists() else ""
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", pins, re.M))
+    then = {name: versions[name].partition("+")[0] for name in LIBRARIES if name in versions}
+    return [f"{name} {v}" for name, v in then.items() if pinned.get(name, v) != v]
+
+
+def stale(root: Path, figures: Path) -> dict[str, list[str] | None]:
+    """What changed since the results in `figures` were made, by notebook; None where that is not known."""
+    imports, found = Imports(root), {}
+    for notebook in sorted(find_notebooks(root).values(), key=lambda n: n.stem):
+        path = figures / notebook.stem / "run.json"
+        if path.exists():
+            changed = changes(root, notebook, imports, json.loads(path.read_text(encoding="utf-8")))
+            if changed or changed is None:
+                found[notebook.stem] = changed
+    return found
+
+
+def stale_row(stem: str, changed: list[str] | None) -> dict[str, str]:
+    """One line of figures/stale.csv."""
+    if changed is None:
+        return dict(zip(STALE, (stem, UNKNOWN, ""), strict=True))
+    parts = [p for p in changed if p not in BOOKKEEPING], [p for p in changed if p in BOOKKEEPING]
+    return dict(zip(STALE, (stem, *map(", ".join, parts)), strict=True))
+
+
+def stale_text(root: Path) -> str:
+    """figures/stale.csv: which committed results are older than what they depend on."""
+    text = io.StringIO()
+    rows = csv.DictWriter(text, STALE, lineterminator="\n")
+    rows.writeheader()
+    rows.writerows(stale_row(*item) for item in stale(root, root / "figures").items())
+    return text.getvalue()
 
 
 def data_notebooks(notebooks: dict[str, Notebook], notebook: Notebook, imports: Imports) -> list[Notebook]:
@@ -313,5 +448,14 @@ def write_text(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
+def _scales() -> tuple[str, ...]:
+    """The names of the scales, as `sparseattn.lab` lists them; read, since importing it would need torch."""
+    path = Path(__file__).parent.parent / PACKAGE / "lab" / "__init__.py"
+    return ast.literal_eval(re.search(r"^SCALES = (\(.+\))", path.read_text(encoding="utf-8"), re.M)[1])
+
+
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+SCALES = _scales()

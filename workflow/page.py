@@ -2,25 +2,29 @@
 
     python workflow/page.py --scale smoke
 
-Failed notebooks first, then every figure and table of this run beside the committed one, the rendered notebooks and
-the ledger. The page and what it shows are in build/<scale>/ alone, so the folder can be moved or uploaded as it is.
+Failed notebooks first, then every figure and table of this run beside the committed one, with what compare.py found
+and what changed since the committed one was made, the rendered notebooks and the ledger. The page and what it shows
+are in build/<scale>/ alone, so the folder can be moved or uploaded as it is.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import functools
+import hashlib
 import json
 import os
 import platform
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from html import escape
 from importlib import metadata
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import compare
 import graph
 import publish
 
@@ -42,14 +46,20 @@ def write(root: Path, scale: str) -> Path:
     status = {n.key: read_status(root, n, scale) for n in notebooks}
     render_notebooks(root, [n for n in notebooks if status[n.key]["status"] != "not run"], scale)
     ledger = read_ledger(build, notebooks)
+    committed = Committed(
+        graph.stale(root, build / "committed"),
+        {(t.notebook, t.name): t for t in compare.collection(root, build / "figures", build / "committed")},
+        sum((build / f"committed/{n.stem}/run.json").exists() for n in notebooks),
+    )
     parts = [
-        head(root, scale, notebooks, status, ledger),
+        head(root, scale, notebooks, status, ledger, committed),
         "<main>",
         failures(notebooks, status),
+        trainings(root, scale),
         overview(notebooks, status),
     ]
     parts += [
-        chapter(root, scale, name, [n for n in notebooks if n.chapter == name], status)
+        chapter(root, scale, name, [n for n in notebooks if n.chapter == name], status, committed)
         for name in with_results(notebooks)
     ]
     parts += [
@@ -59,6 +69,30 @@ def write(root: Path, scale: str) -> Path:
     ]
     graph.write_text(build / "index.html", "\n".join(p for p in parts if p))
     return build / "index.html"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """How the committed results stand to the code as it is, and to this run."""
+
+    stale: dict[str, list[str] | None]  #: what changed since they were made, by notebook; None where that is not known
+    tables: dict[tuple[str, str], compare.Table]  #: by notebook and file
+    count: int  #: results folders
+
+    @property
+    def age(self) -> str:
+        """How many are older than what they depend on."""
+        rows = [graph.stale_row(*item) for item in self.stale.items()]
+        computing = sum(bool(row[graph.STALE[1]]) for row in rows)
+        if not rows:
+            return f"{self.count} results, none older than its code" if self.count else ""
+        return f"{computing} of {self.count} results older than code that computes, {len(rows)} than any code"
+
+    @property
+    def agreement(self) -> str:
+        """How many tables were compared."""
+        wrong = sum(bool(t.wrong) for t in self.tables.values())
+        return f"{len(self.tables)} compared with the committed ones, {wrong} differ" if self.tables else ""
 
 
 def with_results(notebooks: list[graph.Notebook]) -> list[str]:
@@ -79,32 +113,53 @@ def read_status(root: Path, notebook: graph.Notebook, scale: str) -> dict:
 
 
 def render_notebooks(root: Path, notebooks: list[graph.Notebook], scale: str) -> None:
-    """HTML of the executed copies, over all cores; what is newer than its notebook stays."""
-    todo = []
-    for notebook in notebooks:
-        source, target = root / notebook.executed(scale), html_path(root, notebook, scale)
-        if source.exists() and not (target.exists() and target.stat().st_mtime >= source.stat().st_mtime):
-            todo.append((source, target))
+    """HTML of the executed copies, over all cores; a page whose cells and outputs are as they were stays."""
+    places = [(root / n.executed(scale), html_path(root, n, scale)) for n in notebooks]
+    shown = [(source, target, what_is_shown(source)) for source, target in places]
+    todo = [one for one in shown if one[2] and one[2] != rendered(one[1])]
     workers = min(len(todo), os.cpu_count() or 1)
     if workers < 2:
-        for source, target in todo:
-            render(source, target)
+        for one in todo:
+            render(*one)
         return
     with ProcessPoolExecutor(workers) as pool:
         list(pool.map(render, *zip(*todo, strict=True)))
 
 
-def render(source: Path, target: Path) -> None:
+def what_is_shown(executed: Path) -> str:
+    """Hash of the cells and outputs of an executed copy, times and counts left out; empty where it is not whole."""
+    try:
+        cells = json.loads(executed.read_text(encoding="utf-8"))["cells"]
+    except (OSError, ValueError):  # a copy cut off by a kill: there is nothing to show
+        return ""
+    shown = [(c["cell_type"], c["source"], [dict(o, execution_count=0) for o in c.get("outputs", [])]) for c in cells]
+    return hashlib.sha256(json.dumps([shown, metadata.version("nbconvert")]).encode()).hexdigest()
+
+
+def rendered(target: Path) -> str:
+    """The hash of what a rendered page shows: its last line."""
+    if not target.exists():
+        return ""
+    with target.open("rb") as file:
+        file.seek(max(0, target.stat().st_size - 80))
+        return file.read().decode("utf-8", "replace").rpartition("<!-- ")[2].removesuffix(" -->\n")
+
+
+def render(source: Path, target: Path, shown: str) -> None:
     """HTML of one executed notebook."""
     import nbformat
+
+    notebook = nbformat.read(source, as_version=4)
+    html = _exporter().from_notebook_node(notebook, {"metadata": {"name": source.stem}})[0]
+    graph.write_text(target, f"{html}\n<!-- {shown} -->\n")
+
+
+@functools.cache
+def _exporter():
+    """nbconvert's exporter, one a process: it compiles its templates once."""
     from nbconvert import HTMLExporter
 
-    try:
-        notebook = nbformat.read(source, as_version=4)
-    except Exception:  # a copy cut off by a kill: there is nothing to show
-        return
-    exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True)
-    graph.write_text(target, exporter.from_notebook_node(notebook, {"metadata": {"name": source.stem}})[0])
+    return HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True)
 
 
 def html_path(root: Path, notebook: graph.Notebook, scale: str) -> Path:
@@ -118,14 +173,8 @@ def read_ledger(build: Path, notebooks: list[graph.Notebook]) -> list[dict[str, 
     for notebook in notebooks:
         path = build / "figures" / notebook.stem / "claims.csv"
         if path.exists():
-            rows += read_csv(path)
+            rows += compare.read_rows(path)
     return rows
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def count(rows: list[dict[str, str]]) -> dict[str, int]:
@@ -134,7 +183,7 @@ def count(rows: list[dict[str, str]]) -> dict[str, int]:
     return {v: verdicts.count(v) for v in sorted(set(verdicts))}
 
 
-def head(root: Path, scale: str, notebooks: list[graph.Notebook], status: dict, ledger: list) -> str:
+def head(root: Path, scale: str, notebooks: list, status: dict, ledger: list, committed: Committed) -> str:
     """Title, the run's header, links."""
     states = [s["status"] for s in status.values()]
     runs = [root / "build" / scale / "figures" / n.stem / "run.json" for n in notebooks]
@@ -146,6 +195,8 @@ def head(root: Path, scale: str, notebooks: list[graph.Notebook], status: dict, 
             f"{states.count(s)} {s}" for s in ("done", "failed", "interrupted", "not run") if s in states
         ),
         "claims": f"{len(ledger)}" + (": " + ", ".join(f"{k} {v}" for v, k in count(ledger).items()) if ledger else ""),
+        "committed": committed.age,
+        "tables": committed.agreement,
         "device": "; ".join(d for d in devices if d) or platform.machine(),
         "machine": f"{os.cpu_count()} cores, {platform.system()}",
         "versions": ", ".join(f"{n} {v}" for n, v in versions().items()),
@@ -199,6 +250,23 @@ def failures(notebooks: list[graph.Notebook], status: dict) -> str:
     return "\n".join(parts)
 
 
+def trainings(root: Path, scale: str) -> str:
+    """Trainings of this run that left no record, and why: their rows are missing from tables and pictures."""
+    ended = {}
+    for path in sorted((root / f"build/{scale}/units").rglob("*.json")):
+        ended[f"{path.parent.name}/{path.stem}"] = json.loads(path.read_text(encoding="utf-8"))
+    bad = {name: one for name, one in ended.items() if one["outcome"] != "done"}
+    if not bad:
+        return ""
+    items = [
+        f"<li><span class='key'>{escape(name)}</span>{tag(one['outcome'], 'failed' * (one['outcome'] == 'failed'))}"
+        f"<pre>{escape(one['why'])}</pre></li>"
+        for name, one in bad.items()
+    ]
+    count = f"{len(ended)} trainings in this run, {len(bad)} left no record"
+    return f'<h2 id="trainings">{count}</h2><article class="error"><ul>{"".join(items)}</ul></article>'
+
+
 def overview(notebooks: list[graph.Notebook], status: dict) -> str:
     """All notebooks with links and times."""
     items = []
@@ -211,13 +279,13 @@ def overview(notebooks: list[graph.Notebook], status: dict) -> str:
     return f'<h2 id="notebooks">Notebooks</h2><article><ul class="map">{"".join(items)}</ul></article>'
 
 
-def chapter(root: Path, scale: str, name: str, notebooks: list[graph.Notebook], status: dict) -> str:
+def chapter(root: Path, scale: str, name: str, notebooks: list, status: dict, committed: Committed) -> str:
     """A chapter: its notebooks that left figures or tables."""
-    parts = [article(root, scale, n, status[n.key]) for n in notebooks if n.has_parameters]
+    parts = [article(root, scale, n, status[n.key], committed) for n in notebooks if n.has_parameters]
     return f'<h2 id="{name}">{name}</h2>' + "\n".join(parts)
 
 
-def article(root: Path, scale: str, notebook: graph.Notebook, state: dict) -> str:
+def article(root: Path, scale: str, notebook: graph.Notebook, state: dict, committed: Committed) -> str:
     """One notebook: each figure and table beside the committed one."""
     ours, theirs = (root / f"build/{scale}/{kind}/{notebook.stem}" for kind in ("figures", "committed"))
     names = sorted(
@@ -228,7 +296,8 @@ def article(root: Path, scale: str, notebook: graph.Notebook, state: dict) -> st
     parts = [
         f'<article id="{notebook.stem}"><div class="head"><h3>{escape(notebook.title)}</h3>'
         f'<span class="key">{notebook.key}</span>'
-        f"{tag(state['status'])}<span class='links'><a href='html/{notebook.key}.html'>notebook</a></span></div>"
+        f"{tag(state['status'])}<span class='links'><a href='html/{notebook.key}.html'>notebook</a></span></div>",
+        older(notebook.stem, committed),
     ]
     for name in names:
         same = (
@@ -236,7 +305,8 @@ def article(root: Path, scale: str, notebook: graph.Notebook, state: dict) -> st
             and (theirs / name).exists()
             and (ours / name).read_bytes() == (theirs / name).read_bytes()
         )
-        parts.append(f"<h4>{escape(name)} {tag('identical', 'done') if same else ''}</h4><div class='pair'>")
+        mark = tag("identical", "done") if same else agreement(committed.tables.get((notebook.stem, name)))
+        parts.append(f"<h4>{escape(name)} {mark}</h4><div class='pair'>")
         sides = (
             [(ours, f"this run, {scale}"), (theirs, f"committed, {made_at}")]
             if theirs.exists()
@@ -253,6 +323,23 @@ def article(root: Path, scale: str, notebook: graph.Notebook, state: dict) -> st
     return "\n".join([*parts, "</article>"])
 
 
+def older(stem: str, committed: Committed) -> str:
+    """What changed since the committed results were made."""
+    if stem not in committed.stale:
+        return ""
+    changed = committed.stale[stem]
+    text = graph.UNKNOWN if changed is None else ", ".join(changed)
+    return f'<p class="none">Changed since the committed results were made: {escape(text)}</p>'
+
+
+def agreement(found: compare.Table | None) -> str:
+    """What the comparison with the committed table says; empty where there was none."""
+    if found is None:
+        return ""
+    left = f' <small class="none">but for {escape(", ".join(found.left))}</small>' if found.left else ""
+    return tag(f"differs, {found.wrong}", "failed") if found.wrong else tag("agrees", "done") + left
+
+
 def show(path: Path, base: Path) -> str:
     """A picture or a table."""
     if not path.exists():
@@ -260,7 +347,7 @@ def show(path: Path, base: Path) -> str:
     link = path.relative_to(base).as_posix()
     if path.suffix == ".png":
         return f'<a href="{link}"><img src="{link}" alt="{escape(path.stem)}" loading="lazy"></a>'
-    rows = read_csv(path)
+    rows = compare.read_rows(path)
     more = (
         f'<p class="none">{len(rows) - ROWS} more rows in <a href="{link}">{path.name}</a></p>'
         if len(rows) > ROWS

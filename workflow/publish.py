@@ -1,12 +1,18 @@
 """Make a finished run the committed one: figures/, the outputs stored in nbs/, the ledger's block in README.md.
 
-    python workflow/publish.py results --scale cpu [--only hept]
+    python workflow/publish.py results --scale cpu [--only hept | --only atlas/92_claims]
     python workflow/publish.py readme --scale cpu
+    python workflow/publish.py lists
 
-Everything is checked before anything is written. A folder of figures/ is replaced as a whole. Results of a larger
-scale stay: where figures/<stem>/ was made at `gpu`, a run at `cpu` leaves it alone and says so (delete the folder to
-have it replaced). The ledger and the index gather what is there and follow every run. What stood in figures/ before
-is kept in build/<scale>/committed/ for the page.
+A notebook that did not succeed, or that left what must not be committed, is named, and what is committed of it stays.
+A folder of figures/ is replaced as a whole. Results of a larger scale stay: where figures/<stem>/ was made at `gpu`, a
+run at `cpu` leaves it alone and says so (delete the folder to have it replaced). The ledger and the index gather what
+is there and follow every run. What stood in figures/ before is kept in build/<scale>/committed/ for the page. `lists`
+writes what follows from the files as they are: figures/MANIFEST.json, and figures/stale.csv, which names the results
+that are older than what they depend on.
+
+A folder of figures/ with a runs/ folder holds the records of trainings. No notebook makes them, so they are never
+removed here, and the manifest leaves them out: each record carries its own digest.
 """
 
 from __future__ import annotations
@@ -22,11 +28,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).parent))
 import graph
 
+RUNS = "runs"  #: figures/<study>/runs/<scale>/*.json, the records of trainings
+DERIVED = ("MANIFEST.json", "stale.csv")  #: written from the other files of figures/
 BEGIN, END = "<!-- ledger:begin -->", "<!-- ledger:end -->"
 TEXT = (".csv", ".md", ".json", ".txt", ".svg")
 #: a path that starts at the root of somebody's machine
@@ -99,27 +105,47 @@ def scale_of(folder: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `Refused` for absolute paths in the text files of a results folder."""
+    """Raise `Refused` for absolute paths in the text files of a results folder, and for a rehearsal."""
+    made = folder / "run.json"
+    run = json.loads(made.read_text(encoding="utf-8")) if made.exists() else {}
+    if run.get("scale") in ("gpu", "paper") and run.get("device", "").startswith("cpu"):
+        raise Refused(f"figures/{folder.name} at scale {run['scale']} was made on a CPU: a rehearsal")
     for path in sorted(folder.iterdir()):
         if path.suffix in TEXT and (paths := absolute_paths(path.read_text(encoding="utf-8"))):
             raise Refused(f"{path.name} in figures/{folder.name} names a path of this machine, {paths[0]}")
 
 
 def manifest(figures: Path) -> str:
-    """Every file below figures/ with its hash, sorted."""
-    paths = sorted(p for p in figures.rglob("*") if p.is_file() and p != figures / "MANIFEST.json")
-    files = {p.relative_to(figures).as_posix(): _sha256(p) for p in paths}
-    return json.dumps(files, indent=1) + "\n"
+    """Every file below figures/ with its hash, sorted; records of trainings and the derived lists left out."""
+    names = sorted(p.relative_to(figures) for p in figures.rglob("*") if p.is_file())
+    kept = [n for n in names if RUNS not in n.parts[1:-1] and n.as_posix() not in DERIVED]
+    return json.dumps({n.as_posix(): _sha256(figures / n) for n in kept}, indent=1) + "\n"
+
+
+def lists(root: Path) -> list[str]:
+    """Write the lists that follow from the files as they are.
+
+    Returns:
+        What was written, one line each.
+    """
+    texts = dict(zip(DERIVED, (manifest(root / "figures"), graph.stale_text(root)), strict=True))
+    paths = {root / "figures" / name: text for name, text in texts.items()}
+    changed = [p for p, text in paths.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+    for path in changed:
+        graph.write_text(path, paths[path])
+    return [f"wrote {p.relative_to(root)}" for p in changed]
 
 
 def replace_folder(source: Path, target: Path) -> None:
-    """Put a copy of `source` in the place of `target` by renaming."""
+    """Put a copy of `source` in the place of `target` by renaming; records of trainings in `target` stay."""
     new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(source, new)
+    shutil.copytree(source, new, ignore=shutil.ignore_patterns(RUNS))
     if target.exists():
+        if (target / RUNS).is_dir():
+            shutil.copytree(target / RUNS, new / RUNS)
         os.replace(target, old)
     os.replace(new, target)
     shutil.rmtree(old, ignore_errors=True)
@@ -132,41 +158,44 @@ def keep_committed(root: Path, scale: str) -> None:
 
 
 def results(root: Path, scale: str, only: str = "") -> list[str]:
-    """Publish the notebooks of a chapter (empty: of all).
+    """Publish one notebook, or the notebooks of a chapter (empty: of all).
+
+    What failed, and what must not be committed, is left as it is committed; build/<scale>/published.json names it.
 
     Returns:
         What was written and what was left, one line each.
 
     Raises:
-        Refused: an output must not be committed; nothing was written then.
         ValueError: the scale is smoke.
     """
     if scale == "smoke":
         raise ValueError("smoke results are never published")
     config = settings()
     collection = graph.find_notebooks(root)
-    notebooks = graph.select(collection, only, config["ledger"]).values()
-    texts, folders, lines = {}, {}, []
+    one = {only: collection[only]} if only in collection else None
+    notebooks = (one or graph.select(collection, only, config["ledger"])).values()
+    texts, folders, lines, refused = {}, {}, [], []
     for notebook in notebooks:
         built, committed = root / f"build/{scale}/figures/{notebook.stem}", root / "figures" / notebook.stem
         gathers = notebook.is_index or notebook.stem == config["ledger"]
         if not gathers and graph.SCALES.index(scale_of(committed)) > graph.SCALES.index(scale):
             lines.append(f"kept figures/{notebook.stem}, made at {scale_of(committed)}")
             continue
-        source = json.loads((root / notebook.path).read_text(encoding="utf-8"))
-        executed = json.loads((root / notebook.executed(scale)).read_text(encoding="utf-8"))
-        texts[root / notebook.path] = notebook_text(with_outputs(source, executed, str(notebook.path)))
+        try:
+            texts[root / notebook.path] = finished_text(root, notebook, scale)
+        except Refused as error:
+            refused.append(notebook.key)
+            lines.append(f"not published: {error}; what is committed of it stays")
+            continue
         if notebook.has_parameters:
-            check_folder(built)
             folders[committed] = built
     keep_committed(root, scale)
     (root / "figures").mkdir(exist_ok=True)
     for committed, built in folders.items():
         replace_folder(built, committed)
         lines.append(f"wrote figures/{committed.name}")
-    for folder in sorted(
-        p for p in (root / "figures").glob("*/") if p.name not in {n.stem for n in collection.values()}
-    ):
+    stems = {n.stem for n in collection.values()}
+    for folder in sorted(p for p in (root / "figures").glob("*/") if p.name not in stems and not (p / RUNS).is_dir()):
         shutil.rmtree(folder)
         lines.append(f"removed figures/{folder.name}: there is no such notebook")
     for path, text in texts.items():
@@ -176,13 +205,29 @@ def results(root: Path, scale: str, only: str = "") -> list[str]:
     ledger = root / "figures" / config["ledger"] / config["ledger_table"]
     if ledger.exists():
         graph.write_text(root / "figures/claims.csv", ledger.read_text(encoding="utf-8"))
-    graph.write_text(root / "figures/MANIFEST.json", manifest(root / "figures"))
-    written = (
-        [p for folder in folders for p in sorted(folder.iterdir())] + list(texts) + [root / "figures/MANIFEST.json"]
-    )
+    lines += lists(root)
+    written = [p for folder in folders for p in sorted(folder.iterdir()) if p.is_file()] + list(texts)
+    written += [root / "figures" / name for name in DERIVED]
     record = {p.relative_to(root).as_posix(): _sha256(p) for p in written}
-    graph.write_text(root / f"build/{scale}/published.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
+    left = dict(files=record, refused=refused)
+    graph.write_text(root / f"build/{scale}/published.json", json.dumps(left, indent=1, sort_keys=True) + "\n")
     return lines
+
+
+def finished_text(root: Path, notebook: graph.Notebook, scale: str) -> str:
+    """The notebook with the outputs of this run, as it will be committed.
+
+    Raises:
+        Refused: it failed, was not executed as it is now, or left something that must not be committed.
+    """
+    if not (root / notebook.done(scale)).exists():
+        raise Refused(f"{notebook.path} did not succeed")
+    source = json.loads((root / notebook.path).read_text(encoding="utf-8"))
+    executed = json.loads((root / notebook.executed(scale)).read_text(encoding="utf-8"))
+    text = notebook_text(with_outputs(source, executed, str(notebook.path)))
+    if notebook.has_parameters:
+        check_folder(root / f"build/{scale}/figures/{notebook.stem}")
+    return text
 
 
 def readme(root: Path, scale: str) -> str:
@@ -216,7 +261,7 @@ def forget_if_touched(root: Path, scale: str) -> None:
     """Publish again when a published file is no longer what was written, say after `git checkout figures`."""
     record = root / f"build/{scale}/published.json"
     if record.exists():
-        files = json.loads(record.read_text(encoding="utf-8"))
+        files = json.loads(record.read_text(encoding="utf-8"))["files"]
         if any(not (root / name).exists() or _sha256(root / name) != value for name, value in files.items()):
             record.unlink()
     config, text = settings(), (root / "README.md").read_text(encoding="utf-8")
@@ -227,6 +272,8 @@ def forget_if_touched(root: Path, scale: str) -> None:
 
 def settings() -> dict:
     """The workflow's config.yaml."""
+    import yaml  # not in the standard library: arguments are checked before anything is installed
+
     return yaml.safe_load((Path(__file__).parent / "config.yaml").read_text(encoding="utf-8"))
 
 
@@ -237,24 +284,23 @@ def _sha256(path: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is 1 when something was refused."""
     parser = argparse.ArgumentParser(description="make a finished run the committed one")
-    parser.add_argument("what", choices=("results", "readme"))
-    parser.add_argument("--scale", choices=graph.SCALES[1:], required=True)
-    parser.add_argument("--only", default="", metavar="CHAPTER")
+    parser.add_argument("what", choices=("results", "readme", "lists"))
+    parser.add_argument("--scale", choices=graph.SCALES[1:], default="cpu")
+    parser.add_argument("--only", default="", metavar="CHAPTER", help="a chapter, or one notebook: atlas/92_claims")
     parser.add_argument("--root", type=Path, default=Path.cwd())
     args = parser.parse_args(argv)
     from execute import say
 
-    began = time.time()
+    began, root = time.time(), args.root.resolve()
     try:
-        lines = (
-            results(args.root.resolve(), args.scale, args.only)
-            if args.what == "results"
-            else [readme(args.root.resolve(), args.scale)]
-        )
+        if args.what == "results":
+            told = results(root, args.scale, args.only)
+        else:
+            told = [readme(root, args.scale)] if args.what == "readme" else lists(root)
     except Refused as error:
         say(f"not published: {error}")
         return 1
-    say("\n".join([*lines, f"publish {args.what} done in {time.time() - began:.0f} s"]))
+    say("\n".join([*told, f"publish {args.what} done in {time.time() - began:.0f} s"]))
     return 0
 
 

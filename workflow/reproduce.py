@@ -1,6 +1,6 @@
-"""Re-execute the notebooks: check the arguments, export the modules, run Snakemake, show progress.
+"""Re-execute the notebooks: check the arguments, export the modules, plan, train, run Snakemake, show progress.
 
-    python workflow/reproduce.py [--scale smoke|cpu|gpu|paper] [--only CHAPTER] [--dry-run] [--cores N]
+    python workflow/reproduce.py [--scale smoke|cpu|gpu|paper] [--only CHAPTER] [--budget MINUTES] [--retrain] ...
 
 `scripts/reproduce.sh` calls it twice: with `--check` before anything is installed (so only the standard library is
 used up to there), and in earnest after the set-up. Snakemake's own output goes to build/<scale>/log/snakemake.log.
@@ -10,6 +10,7 @@ One reproduction runs in a checkout at a time; a killed one leaves no lock behin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -18,15 +19,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import graph
+import plan
 from execute import MARK
 
 TOTAL = re.compile(r"^total\s+(\d+)$")  #: Snakemake's table of jobs
-ENDED = re.compile(r" (done in|FAILED after) \d+ s$")
+ENDED = re.compile(r"^\S+ (done in|FAILED after|stopped after|left after) \d+ s\b")
+FAILED = re.compile(r"^\s*Error in rule (\w+)")
+FINISHED = re.compile(r"^Finished jobid: \d+ \(Rule: (\w+)\)")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -46,6 +52,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="CHAPTER",
         help="a folder of nbs/: its notebooks, the ledger, the index and the page",
     )
+    parser.add_argument(
+        "--budget",
+        type=minutes,
+        default=None,
+        metavar="MINUTES",
+        help="time for trainings without a record, most valuable first; what is left goes on in the next run",
+    )
+    parser.add_argument("--retrain", action="store_true", help="train anew what has a record")
+    parser.add_argument(
+        "--packages",
+        type=folder,
+        default=None,
+        metavar="FOLDER",
+        help="Debian packages (.deb, or unpacked) to build data sets from; default: apt-get fetches them",
+    )
+    parser.add_argument(
+        "--profile",
+        type=folder,
+        default=None,
+        metavar="FOLDER",
+        help="submit jobs as a profile of Snakemake says: workflow/profiles/slurm, workflow/profiles/kubernetes",
+    )
     parser.add_argument("--dry-run", action="store_true", help="show what would run, run nothing")
     parser.add_argument(
         "--cores", type=int, default=cores_here(), metavar="N", help="default: all of this machine, %(default)s"
@@ -57,11 +85,40 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.root = args.root.resolve()
     if args.cores < 1:
         parser.error(f"argument --cores: {args.cores} is less than 1")
+    if args.scale == "smoke":
+        for name in ("budget", "retrain"):
+            if getattr(args, name) is not parser.get_default(name):
+                parser.error(f"argument --{name}: at smoke scale every notebook trains its own toys; give --scale cpu")
     try:
         graph.select(graph.find_notebooks(args.root), args.only, "")
     except ValueError as error:
         parser.error(f"argument --only: {error}" if args.only else str(error))
     return args
+
+
+def no_gpu(root: Path) -> bool:
+    """Whether torch is here and finds no GPU; before torch is installed nothing is known."""
+    own = root / ".venv/bin/python"
+    command = [own if own.exists() else sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() == "False"
+
+
+def minutes(text: str) -> float:
+    """A time that is not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected minutes, a number from 0 on, got {text!r}")
+    return value
+
+
+def folder(text: str) -> Path:
+    """An existing folder."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
+    return Path(text).resolve()
 
 
 def cores_here() -> int:
@@ -82,7 +139,11 @@ def lock(root: Path) -> int | None:
 
 
 def snakemake(args: argparse.Namespace, *more: str) -> list[str]:
-    """The command line."""
+    """The command line: this machine's cores and its GPU, or the profile's jobs."""
+    where = ["--cores", str(args.cores), "--latency-wait", "0"]
+    where += ["--resources", f"gpu_share={publish_settings()['units_per_gpu']}"]
+    if args.profile:
+        where = ["--profile", str(args.profile)]
     return [
         sys.executable,
         "-m",
@@ -91,8 +152,7 @@ def snakemake(args: argparse.Namespace, *more: str) -> list[str]:
         str(Path(__file__).parent / "Snakefile"),
         "--directory",
         str(args.root),
-        "--cores",
-        str(args.cores),
+        *where,
         "--scheduler",
         "greedy",
         "--rerun-triggers",
@@ -101,18 +161,51 @@ def snakemake(args: argparse.Namespace, *more: str) -> list[str]:
         "--keep-going",
         "--nolock",
         "--nocolor",
-        "--latency-wait",
-        "0",
         *more,
         "--config",
         f"scale={args.scale}",
-        f"only={args.only}",
-        f"cores={args.cores}",
     ]
 
 
-def plan(args: argparse.Namespace) -> int:
+def prepare(args: argparse.Namespace) -> dict:
+    """Everything that is known before anything runs: records, units, data; said in a few lines.
+
+    Raises:
+        plan.Broken: the studies cannot say what they would train.
+    """
+    notebooks = graph.select(graph.find_notebooks(args.root), args.only, publish_settings()["ledger"])
+    imports = graph.Imports(args.root)
+    studies = {name for n in notebooks.values() for name in imports.studies(n)}
+    units = plan.list_units(args.root, args.scale, studies)
+    if args.retrain:
+        plan.order_again(args.root, args.scale, units)
+    for line in plan.tell(args.root, args.scale, units):
+        print(line, flush=True)
+    return plan.make(
+        args.root,
+        args.scale,
+        notebooks,
+        plan.to_train(args.root, args.scale, units),
+        only=args.only,
+        cores=args.cores,
+        budget=args.budget,
+        cluster=bool(args.profile),
+    )
+
+
+def publish_settings() -> dict:
+    """The workflow's settings."""
+    import publish
+
+    return publish.settings()
+
+
+def show_plan(args: argparse.Namespace) -> int:
     """Print what would run and why."""
+    for name, stems in data_to_build(args).items():
+        print(f"data set {name} would be built, for {', '.join(stems)}")
+    made = prepare(args)
+    plan.write(args.root, args.scale, made)
     done = subprocess.run(snakemake(args, "--summary"), capture_output=True, text=True)
     if done.returncode:
         print(done.stderr or done.stdout)
@@ -120,7 +213,11 @@ def plan(args: argparse.Namespace) -> int:
     rows = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 5][1:]
     pending = {rule for _, _, rule, _, _, plan in rows if plan != "no update"}
     notebooks, imports = graph.find_notebooks(args.root), graph.Imports(args.root)
-    reasons = {n.rule: (n.key, reason(args, n, imports)) for n in notebooks.values() if n.rule in pending}
+    reasons = {
+        u["rule"]: (f"{u['study']}/{u['unit']}", "no record" if not (args.root / u["record"]).exists() else "--retrain")
+        for u in made["units"]
+    }
+    reasons |= {n.rule: (n.key, reason(args, n, imports)) for n in notebooks.values() if n.rule in pending}
     reasons |= {rule: (rule, "") for rule in ("publish", "readme", "page") if rule in pending}
     print(
         f"scale {args.scale}, {args.cores} cores: "
@@ -141,6 +238,33 @@ def reason(args: argparse.Namespace, notebook: graph.Notebook, imports: graph.Im
     return f"changed: {', '.join(changed)}" if changed else "what it depends on runs again"
 
 
+def data_to_build(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Data sets that the scale asks for, that are not here and can be built, with the notebooks that use them."""
+    if args.scale == "smoke":
+        return {}
+    import data
+
+    notebooks = graph.select(graph.find_notebooks(args.root), args.only, publish_settings()["ledger"])
+    return data.to_build(notebooks.values(), graph.Imports(args.root))
+
+
+def build_data(args: argparse.Namespace) -> None:
+    """Build data sets, a rule each. One that fails has said so: its rows are left out, and the run goes on."""
+    wanted = data_to_build(args)
+    if not wanted:
+        return
+    file = args.root / f"build/{args.scale}/data.json"
+    packages = str(args.packages or "")
+    graph.write_text(file, json.dumps(dict(sets=wanted, packages=packages), indent=1) + "\n")
+    rules = ["--snakefile", str(Path(__file__).parent / "data.smk"), "--configfile", str(file)]
+    here = ["--directory", str(args.root), "--cores", str(args.cores), "--scheduler", "greedy"]
+    quiet = ["--keep-going", "--nolock", "--nocolor", "--rerun-triggers", "mtime", "--rerun-incomplete"]
+    watched = Watched(args, [sys.executable, "-m", "snakemake", *rules, *here, *quiet], "data.log")
+    watched.wait()
+    if watched.interrupted:
+        raise KeyboardInterrupt
+
+
 def export(root: Path) -> bool:
     """Write the modules from the notebooks; False where nbdev cannot."""
     done = subprocess.run([Path(sys.executable).with_name("nbdev-export")], cwd=root, capture_output=True, text=True)
@@ -157,52 +281,160 @@ def forget_removed(args: argparse.Namespace) -> None:
             shutil.rmtree(folder)
 
 
-def run(args: argparse.Namespace, held: int) -> int:
-    """Run Snakemake; show the lines meant for people, keep the rest in the log."""
-    began, shown, ended, total = time.time(), 0, 0, "?"
-    log = args.root / f"build/{args.scale}/log/snakemake.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
-        snakemake(args),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        pass_fds=(held,),
-        env=dict(os.environ, PYTHONUNBUFFERED="1"),
-    )
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    with log.open("w", encoding="utf-8") as file:
-        for line in iter_lines(process):
-            file.write(line)
-            file.flush()
-            if line.startswith(MARK):
-                shown, line = shown + 1, line[len(MARK) :].rstrip()
-                if ENDED.search(line):
-                    ended += 1
-                    line += f"  ({ended} of {total})"
-                print(f"[{clock(time.time() - began)}] {line}", flush=True)
-            elif found := TOTAL.match(line):
-                total = int(found[1]) - 1  # rule all does nothing
-    status = process.wait()
-    page = f"build/{args.scale}/index.html"
-    if status and not shown:  # nothing ran: the workflow itself is broken
-        print(log.read_text(encoding="utf-8")[-4000:])
-    if (args.root / page).exists():
-        print(f"{'NOT everything succeeded' if status else 'everything is up to date'}: {page}")
-    return status
+class Watched:
+    """A Snakemake process: its lines for people are shown, the rest is kept in a log."""
+
+    def __init__(
+        self, args: argparse.Namespace, command: list[str], log: str = "snakemake.log", made: dict | None = None
+    ):
+        self.args, self.shown, self.ended, self.total, self.failed = args, 0, 0, "?", []
+        self.interrupted = False
+        self.names = {job["rule"]: job for job in [*made["units"], *made["notebooks"].values()]} if made else {}
+        self.log = args.root / f"build/{args.scale}/log/{log}"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            pass_fds=(args.held,),
+            env=dict(os.environ, PYTHONUNBUFFERED="1"),
+        )
+        signal.signal(signal.SIGTERM, self.end)
+
+    def end(self, *_) -> None:
+        """End as Ctrl-C does: the jobs, each of which keeps what it has, then Snakemake."""
+        import psutil
+
+        self.interrupted = True
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                if any(str(Path(__file__).parent) in word for word in child.cmdline()):
+                    child.send_signal(signal.SIGINT)
+            self.process.send_signal(signal.SIGINT)
+
+    def lines(self) -> Iterator[str]:
+        """The output line by line; Ctrl-C goes to Snakemake too, whose last lines are still wanted."""
+        while True:
+            try:
+                line = self.process.stdout.readline()
+            except KeyboardInterrupt:
+                self.interrupted = True
+                later = threading.Timer(3, self.end)  # for a signal that came to this process alone
+                later.daemon = True
+                later.start()
+                continue
+            if not line:
+                return
+            yield line
+
+    def wait(self) -> int:
+        """Show what happens until the end.
+
+        Returns:
+            The exit status.
+        """
+        with self.log.open("a", encoding="utf-8") as file:
+            for line in self.lines():
+                file.write(line)
+                file.flush()
+                self.line(line)
+        return self.process.wait()
+
+    def line(self, line: str) -> None:
+        """Take notice of one line of Snakemake."""
+        if line.startswith(MARK):
+            self.show(line[len(MARK) :].rstrip())
+        elif found := TOTAL.match(line):
+            self.total = int(found[1]) - 1  # rule all does nothing
+        elif found := FAILED.match(line):
+            self.report(found[1], again=found[1] in self.failed)
+            self.failed.append(found[1])
+        elif self.args.profile and (found := FINISHED.match(line)):
+            self.report(found[1])
+
+    def show(self, line: str) -> None:
+        """Print a line with the time since the start, and how many jobs have ended."""
+        self.shown += 1
+        if ENDED.search(line):
+            self.ended += 1
+            line += f"  ({self.ended} of {self.total})"
+        print(f"[{clock(time.time() - self.args.began)}] {line}", flush=True)
+
+    def report(self, rule: str, again: bool = False) -> None:
+        """Say how a job ended whose lines did not come through: it ran on another machine, or it was cut off."""
+        job = self.names.get(rule, {})
+        if job and (self.args.profile or "unit" in job) and not again and not self.interrupted:
+            for line in how_it_ended(self.args.root, job):
+                self.show(line)
 
 
-def iter_lines(process: subprocess.Popen):
-    """The output line by line; Ctrl-C goes to Snakemake too, whose last lines are still wanted."""
+def how_it_ended(root: Path, job: dict) -> list[str]:
+    """Lines about a unit or a notebook, from what its job left."""
+    import train
+
+    unit = "unit" in job
+    name = f"{job['study']}/{job['unit']}" if unit else job["key"]
+    left = root / job["stamp"] if unit else (root / job["log"]).with_suffix(".json")
+    if not left.exists():
+        return [f"{name} was cut off; see {job['log']}"]
+    state = json.loads(left.read_text(encoding="utf-8"))
+    if unit:
+        return train.line(name, state).splitlines()
+    if state["status"] == "done":
+        return [f"{name} done in {state['seconds']:.0f} s"]
+    return [f"{name} FAILED after {state['seconds']:.0f} s", *state["error"].splitlines()]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run Snakemake, again without what failed, until nothing more can be done.
+
+    Returns:
+        0 where all succeeded.
+    """
+    made, failed = prepare(args), set()
+    plan.forget(args.root, args.scale, made)
+    (args.root / f"build/{args.scale}/log/snakemake.log").unlink(missing_ok=True)
     while True:
-        try:
-            line = process.stdout.readline()
-        except KeyboardInterrupt:
-            continue
-        if not line:
-            return
-        yield line
+        left = plan.without(made, failed)
+        plan.write(args.root, args.scale, left)
+        watched = Watched(args, snakemake(args), made=left)
+        status = watched.wait()
+        new = set(watched.failed) - failed
+        if not status or watched.interrupted or not new:
+            break
+        failed |= new
+    if watched.interrupted:
+        raise KeyboardInterrupt
+    if status and not watched.shown:  # nothing ran: the workflow itself is broken
+        print(watched.log.read_text(encoding="utf-8")[-4000:])
+        return status
+    return summary(args, made, bool(status or failed))
+
+
+def summary(args: argparse.Namespace, made: dict, bad: bool) -> int:
+    """Say how it ended; the exit status is 0 where all succeeded."""
+    ended = [
+        json.loads(p.read_text(encoding="utf-8"))["outcome"]
+        for u in made["units"]
+        if (p := args.root / u["stamp"]).exists()
+    ]
+    ended += ["cut off"] * (len(made["units"]) - len(ended))
+    counts = {word: ended.count(word) for word in ("done", "stopped", "left", "failed", "cut off") if word in ended}
+    if made["units"]:
+        print(f"trainings: {', '.join(f'{n} {word}' for word, n in counts.items())}")
+    bad = bad or "failed" in counts or bool(refused(args))
+    page = f"build/{args.scale}/index.html"
+    if (args.root / page).exists():
+        print(f"{'NOT everything succeeded' if bad else 'everything is up to date'}: {page}")
+    return int(bad)
+
+
+def refused(args: argparse.Namespace) -> list[str]:
+    """Notebooks of the last publication that were kept back."""
+    record = args.root / f"build/{args.scale}/published.json"
+    return json.loads(record.read_text(encoding="utf-8")).get("refused", []) if record.exists() else []
 
 
 def clock(seconds: float) -> str:
@@ -211,20 +443,38 @@ def clock(seconds: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; exit status 2 for wrong arguments, 1 when something failed."""
+    """Command line; exit status 2 for wrong arguments, 1 when something failed, 130 when it was interrupted."""
     args = parse(argv)
+    on_gpu = args.scale in ("gpu", "paper") and "SPARSEATTN_DEVICE" not in os.environ
+    if on_gpu and not args.dry_run and not args.profile and no_gpu(args.root):
+        how = "SPARSEATTN_DEVICE=cpu rehearses it on the CPU"
+        print(f"scale {args.scale} needs a CUDA device; torch finds none here. {how}", file=sys.stderr)
+        return 2
     if args.check:
         return 0
-    held = lock(args.root)
-    if held is None:
+    args.began, args.held = time.time(), lock(args.root)
+    if args.held is None:
         print("another reproduction is running in this checkout; wait for it or end it", file=sys.stderr)
         return 1
+    try:
+        return work(args)
+    except plan.Broken as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here")
+        return 130
+
+
+def work(args: argparse.Namespace) -> int:
+    """Plan, and unless that is all, export, build data, train and execute."""
     if args.dry_run:
-        return plan(args)
+        return show_plan(args)
     if not args.no_export and not export(args.root):
         return 1
     forget_removed(args)
-    return run(args, held)
+    build_data(args)
+    return run(args)
 
 
 if __name__ == "__main__":

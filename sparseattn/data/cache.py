@@ -231,12 +231,20 @@ def work_through(function: Callable, tasks: Sequence, what: str, *, workers: int
         pool.shutdown(cancel_futures=True)
 
 # %% ../../nbs/data/10_cache.ipynb #4a8a13ab
+def _places(root: str | Path | None) -> list[Path]:
+    """Folders of data: `root` alone where it is given, else SPARSEATTN_DATA and what was built."""
+    if root:
+        return [Path(root).expanduser()]
+    own = os.environ.get("SPARSEATTN_DATA")
+    return ([Path(own).expanduser()] if own else []) + [cache_root() / "built"]
+
+
 def data_path(*names: str, root: str | Path | None = None) -> Path:
-    """The path of an official file below the user's data folder.
+    """The path of an official file below the user's data folder, or of a set that was built.
 
     Args:
         names: folders and file name, e.g. `"trackml", "event000021000.npz"`.
-        root: the data folder; None means the variable SPARSEATTN_DATA.
+        root: the data folder; None means the variable SPARSEATTN_DATA, then the folder `built` of the cache.
 
     Returns:
         An existing path.
@@ -249,15 +257,14 @@ def data_path(*names: str, root: str | Path | None = None) -> Path:
     """
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"names: expected at least one non-empty file or folder name, got {names!r}")
-    wanted = "/".join(names)
-    base = root or os.environ.get("SPARSEATTN_DATA")
+    for place in _places(root):
+        if place.joinpath(*names).exists():
+            return place.joinpath(*names)
+    wanted, base = "/".join(names), root or os.environ.get("SPARSEATTN_DATA")
     if not base:
         raise FileNotFoundError(f"{wanted}: set SPARSEATTN_DATA to the folder that holds it, or pass the path")
-    path = Path(base).expanduser().joinpath(*names)
-    if not path.exists():
-        origin = "root" if root else "SPARSEATTN_DATA"
-        raise FileNotFoundError(f"{wanted}: not below {base} (from {origin}); set it to the right folder")
-    return path
+    origin = "root" if root else "SPARSEATTN_DATA"
+    raise FileNotFoundError(f"{wanted}: not below {base} (from {origin}); set it to the right folder")
 
 
 def have_data(*names: str, root: str | Path | None = None) -> bool:

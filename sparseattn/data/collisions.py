@@ -6,7 +6,8 @@
 __all__ = ['FIELD', 'HALF_WIDTH', 'HALF_LENGTH', 'PITCH', 'Cloud', 'helix', 'toy_particles', 'Detector', 'detector',
            'arc_to_radius', 'crossings', 'clusters', 'simulate_hits', 'features14', 'cloud_of_hits', 'sectors', 'split',
            'have_pythia', 'generate_particles', 'simulate_events', 'simulated_dataset', 'example_clouds',
-           'nearest_sensor', 'load_trackml_csv', 'load_pixel_event', 'load_heptrkx', 'plot_event']
+           'nearest_sensor', 'load_trackml_csv', 'load_pixel_event', 'load_heptrkx', 'load_pixel54', 'positions_only',
+           'plot_event']
 
 # %% ../../nbs/data/15_collisions.ipynb #03f48222
 import functools
@@ -14,7 +15,7 @@ import importlib.resources
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .cache import cached, data_path, load_arrays, work_through
+from .exact import arctan2, cos, exp, log, product, sin
 
 # %% ../../nbs/data/15_collisions.ipynb #2f2daa7d
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,18 @@ class Cloud:
         return len(self.x)
 
 # %% ../../nbs/data/15_collisions.ipynb #8bc1e8fd
+def _length(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.sqrt(x * x + y * y)
+
+
+def _sinh(x: np.ndarray) -> np.ndarray:
+    return (exp(x) - exp(-x)) / 2
+
+
+def _arcsinh(x: np.ndarray) -> np.ndarray:
+    return np.copysign(log(np.abs(x) + np.sqrt(1 + x * x)), x)
+
+
 FIELD = 2.0                                    # tesla, along z
 _MM_PER_GEV = 1000 / (0.299792458 * FIELD)     # radius of the circle of a unit charge
 
@@ -83,10 +97,11 @@ def helix(particles: dict[str, np.ndarray], arc: np.ndarray) -> tuple[np.ndarray
     """
     turning = -particles["charge"] / (particles["pt"] * _MM_PER_GEV)
     half = turning * arc / 2
-    chord, angle, climb = arc * np.sinc(half / np.pi), particles["phi"] + half, np.sinh(particles["eta"])
-    x, y = particles["x"] + chord * np.cos(angle), particles["y"] + chord * np.sin(angle)
+    chord = arc * np.where(half == 0, 1, sin(half) / np.where(half == 0, 1, half))
+    angle, climb = particles["phi"] + half, _sinh(particles["eta"])
+    x, y = particles["x"] + chord * cos(angle), particles["y"] + chord * sin(angle)
     position = np.stack([x, y, particles["z"] + arc * climb], -1)
-    direction = np.stack([np.cos(angle + half), np.sin(angle + half), np.broadcast_to(climb, half.shape)], -1)
+    direction = np.stack([cos(angle + half), sin(angle + half), np.broadcast_to(climb, half.shape)], -1)
     return position, direction
 
 # %% ../../nbs/data/15_collisions.ipynb #fef4347c
@@ -121,7 +136,7 @@ _BARREL = ((32.0, 16), (72.0, 32), (116.0, 52), (172.0, 78))          # radius i
 _ROWS, _ROW_STEP, _TILT, _STAGGER = 14, 70.0, 0.14, 0.25              # along z; mm; rad; mm
 _DISCS = (600.0, 700.0, 820.0, 960.0, 1100.0, 1300.0, 1500.0)         # |z| in mm
 _RINGS = ((66.0, 40, (2.5, -2.0, 2.0, -2.5)), (140.0, 68, (2.0, -2.0)))  # radius, number, repeating offsets in |z|
-_THICKNESS, _DRIFT = (0.15, 0.30), (math.tan(0.12), 0.0)              # barrel, disc: depth of charge, mm; drift
+_THICKNESS, _DRIFT = (0.15, 0.30), (0.12057933721130053, 0.0)         # barrel, disc: depth of charge, mm; drift
 
 # %% ../../nbs/data/15_collisions.ipynb #6a790936
 @dataclass(frozen=True, eq=False)
@@ -144,9 +159,9 @@ def _barrel_sensors(radius: float, around: int) -> tuple[np.ndarray, np.ndarray]
     angle = (column + 0.5) * 2 * np.pi / around - np.pi
     out = radius + np.where(row % 2 == 0, _STAGGER, -_STAGGER)
     zero, one, normal = np.zeros(len(row)), np.ones(len(row)), angle + _TILT
-    centre = np.stack([out * np.cos(angle), out * np.sin(angle), (row - (_ROWS - 1) / 2) * _ROW_STEP], -1)
-    u, v = np.stack([-np.sin(normal), np.cos(normal), zero], -1), np.stack([zero, zero, one], -1)
-    return centre, np.stack([u, v, np.stack([np.cos(normal), np.sin(normal), zero], -1)], 1)
+    centre = np.stack([out * cos(angle), out * sin(angle), (row - (_ROWS - 1) / 2) * _ROW_STEP], -1)
+    u, v = np.stack([-sin(normal), cos(normal), zero], -1), np.stack([zero, zero, one], -1)
+    return centre, np.stack([u, v, np.stack([cos(normal), sin(normal), zero], -1)], 1)
 
 # %% ../../nbs/data/15_collisions.ipynb #03ce7fe0
 def _disc_sensors(z: float) -> tuple[np.ndarray, np.ndarray]:
@@ -155,7 +170,7 @@ def _disc_sensors(z: float) -> tuple[np.ndarray, np.ndarray]:
         column = np.arange(around)
         angle = (column + 0.5) * 2 * np.pi / around - np.pi
         depth = side * (abs(z) + np.asarray(offsets)[column % len(offsets)])
-        cosine, sine, zero = np.cos(angle), np.sin(angle), np.zeros(around)
+        cosine, sine, zero = cos(angle), sin(angle), np.zeros(around)
         frame = np.stack([np.stack([side * sine, -side * cosine, zero], -1), np.stack([cosine, sine, zero], -1),
                           np.stack([zero, zero, zero + side], -1)], 1)
         parts.append((np.stack([radius * cosine, radius * sine, depth], -1), frame))
@@ -180,13 +195,13 @@ def detector() -> Detector:
 def _arc(turning: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Arc from q = tan(turning * arc / 2) / turning; positive q is the first half turn."""
     t = turning * q
-    return 2 * q * np.where(np.abs(t) > 1e-8, np.arctan(t) / np.where(t == 0, 1, t), 1.0)
+    return 2 * q * np.where(np.abs(t) > 1e-8, arctan2(t, 1.0) / np.where(t == 0, 1, t), 1.0)
 
 
 def _arcs_to_line(particles: dict, turning: np.ndarray, normal: np.ndarray, distance: np.ndarray) -> np.ndarray:
     """Both arcs (2, ...) to the line with this normal angle and distance from the origin; nan where there is none."""
-    d = distance - particles["x"] * np.cos(normal) - particles["y"] * np.sin(normal)
-    cosine, sine = np.cos(particles["phi"] - normal), np.sin(particles["phi"] - normal)
+    d = distance - particles["x"] * cos(normal) - particles["y"] * sin(normal)
+    cosine, sine = cos(particles["phi"] - normal), sin(particles["phi"] - normal)
     with np.errstate(invalid="ignore", divide="ignore"):
         root = np.sqrt(cosine**2 - d * turning * (2 * sine + turning * d))
         q = d / np.stack([cosine + root, cosine - root])
@@ -209,7 +224,7 @@ def arc_to_radius(particles: dict[str, np.ndarray], radius: float) -> np.ndarray
         array([72., 72., 72., 72.])
     """
     turning = -particles["charge"] / (particles["pt"] * _MM_PER_GEV)
-    cosine, sine = np.cos(particles["phi"]), np.sin(particles["phi"])
+    cosine, sine = cos(particles["phi"]), sin(particles["phi"])
     along, across = particles["x"] * cosine + particles["y"] * sine, particles["y"] * cosine - particles["x"] * sine
     gap = (radius**2 - particles["x"] ** 2 - particles["y"] ** 2) / 2
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -221,17 +236,17 @@ def _barrel_crossings(particles: dict, number: int) -> tuple[np.ndarray, np.ndar
     """Candidate crossings with barrel layer `number` (0..3): particle, sensor, arc; edges not checked yet."""
     radius, around = _BARREL[number]
     step, turning = 2 * np.pi / around, -particles["charge"] / (particles["pt"] * _MM_PER_GEV)
-    centre = particles["x"] - np.sin(particles["phi"]) / turning, particles["y"] + np.cos(particles["phi"]) / turning
-    farthest = np.hypot(*centre) + 1 / np.abs(turning)
+    centre = particles["x"] - sin(particles["phi"]) / turning, particles["y"] + cos(particles["phi"]) / turning
+    farthest = _length(*centre) + 1 / np.abs(turning)
     arc = arc_to_radius(particles, np.minimum(radius, farthest * (1 - 1e-9)))
     near = helix(particles, np.nan_to_num(arc))[0]
-    column = np.floor((np.arctan2(near[:, 1], near[:, 0]) + np.pi) / step)[:, None] + np.arange(-2, 3)
+    column = np.floor((arctan2(near[:, 1], near[:, 0]) + np.pi) / step)[:, None] + np.arange(-2, 3)
     normal = (column + 0.5) * step - np.pi + _TILT
     wide = {name: value[:, None] for name, value in particles.items()}
     found = []
     for parity, stagger in ((0, _STAGGER), (1, -_STAGGER)):
-        for arcs in _arcs_to_line(wide, turning[:, None], normal, (radius + stagger) * np.cos(_TILT)):
-            z = wide["z"] + arcs * np.sinh(wide["eta"])
+        for arcs in _arcs_to_line(wide, turning[:, None], normal, (radius + stagger) * cos(_TILT)):
+            z = wide["z"] + arcs * _sinh(wide["eta"])
             row = 2 * np.round((z / _ROW_STEP + (_ROWS - 1) / 2 - parity) / 2) + parity
             which = np.nonzero((row >= 0) & (row < _ROWS) & (farthest > radius - 3)[:, None])
             sensor = row[which] * around + column[which] % around
@@ -247,11 +262,11 @@ def _disc_crossings(particles: dict, layer: int) -> tuple[np.ndarray, np.ndarray
         step, many = 2 * np.pi / around, len(offsets)
         for kind, offset in enumerate(offsets):
             with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-                arc = (side * (z0 + offset) - particles["z"]) / np.sinh(particles["eta"])
+                arc = (side * (z0 + offset) - particles["z"]) / _sinh(particles["eta"])
                 half_turn = arc * np.abs(particles["charge"]) < np.pi * particles["pt"] * _MM_PER_GEV
             which = np.flatnonzero((arc > 0) & half_turn)
             point = helix({name: value[which] for name, value in particles.items()}, arc[which])[0]
-            column = (np.arctan2(point[:, 1], point[:, 0]) + np.pi) / step - 0.5
+            column = (arctan2(point[:, 1], point[:, 0]) + np.pi) / step - 0.5
             column = (np.round((column - kind) / many) * many + kind).astype(int) % around
             found.append((which, first + column, arc[which]))
         first = first + around
@@ -277,8 +292,8 @@ def crossings(particles: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     who, sensor, arc = (np.concatenate(part) for part in zip(*found, strict=True))
     point, direction = helix({name: value[who] for name, value in particles.items()}, arc)
     frame = detector().frame[sensor]
-    local = np.einsum("cij,cj->ci", frame, point - detector().centre[sensor])
-    ahead = np.einsum("cij,cj->ci", frame, direction)
+    local = product(point - detector().centre[sensor], frame.swapaxes(1, 2))
+    ahead = product(direction, frame.swapaxes(1, 2))
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = ahead[:, :2] / np.where(ahead[:, 2:] == 0, 1e-12, ahead[:, 2:])
     inside = (np.abs(local[:, 0]) <= HALF_WIDTH) & (np.abs(local[:, 1]) <= HALF_LENGTH)
@@ -338,7 +353,8 @@ def _survive(found: dict, particles: dict, rng: np.random.Generator) -> np.ndarr
     before -= before[np.searchsorted(owner, owner)]
     table = np.zeros(len(particles["pt"]) * 18)
     table[key[step]] = before
-    budget = rng.exponential(size=len(particles["pt"])) - _LOSS["pipe"] * np.cosh(particles["eta"])
+    slant = (exp(particles["eta"]) + exp(-particles["eta"])) / 2
+    budget = rng.exponential(size=len(particles["pt"])) - _LOSS["pipe"] * slant
     alive = table[who * 18 + layer] < budget[who]
     return alive & (rng.random(len(who)) >= _LOSS["hit"]) & ~(barrel & (np.abs(particles["eta"][who]) > _BARREL_ETA))
 
@@ -399,7 +415,7 @@ def simulate_hits(particles: dict[str, np.ndarray], rng: np.random.Generator, *,
 def _compact(hits: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     sensor = hits["sensor"]
     local = np.stack([hits["u"], hits["v"]], -1)
-    xyz = detector().centre[sensor] + np.einsum("ni,nij->nj", local, detector().frame[sensor, :2])
+    xyz = detector().centre[sensor] + product(local, detector().frame[sensor, :2])
     kinds = {"pt": "f4", "sensor": "u2", "cells_u": "u2", "cells_v": "u2", "charge": "f4", "particle": "i4"}
     return {"xyz": xyz.astype("f4"), "reconstructable": _on_three_layers(hits["particle"], detector().layer[sensor]),
             **{name: hits[name].astype(kind) for name, kind in kinds.items()}}
@@ -418,8 +434,8 @@ _SCALE = np.array([1000, np.pi, 1000, 1, 1e-3, 1e-3, 1, 1, 1, 1, 1, 1, 1, 1])
 
 def _angles(vector: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pseudorapidity and azimuth of vectors (n, 3)."""
-    across = np.hypot(vector[:, 0], vector[:, 1])
-    return np.arcsinh(vector[:, 2] / across), np.arctan2(vector[:, 1], vector[:, 0])
+    across = _length(vector[:, 0], vector[:, 1])
+    return _arcsinh(vector[:, 2] / across), arctan2(vector[:, 1], vector[:, 0])
 
 
 def features14(xyz: np.ndarray, sensor: np.ndarray, cells_u: np.ndarray, cells_v: np.ndarray,
@@ -440,9 +456,9 @@ def features14(xyz: np.ndarray, sensor: np.ndarray, cells_u: np.ndarray, cells_v
     """
     xyz = np.asarray(xyz, float)
     eta, phi = _angles(xyz)
-    r = np.hypot(xyz[:, 0], xyz[:, 1])
+    r = _length(xyz[:, 0], xyz[:, 1])
     box = np.stack([cells_u * PITCH[0], cells_v * PITCH[1], np.full(len(xyz), 0.3)], -1)
-    turned = np.einsum("nij,ni->nj", detector().frame[sensor], box)
+    turned = product(box, detector().frame[sensor])
     u, v = xyz[:, :2].T / r**2
     return np.stack([r, phi, xyz[:, 2], eta, u, v, charge, *_angles(box), *box.T, *_angles(turned)], -1)
 
@@ -491,7 +507,7 @@ def sectors(cloud: Cloud, count: int = 10, widen: float = 1.3) -> list[Cloud]:
     """
     if not isinstance(count, int) or count < 3 or not widen > 0:
         raise ValueError(f"count, widen: expected an integer >= 3 and a positive factor, got {count!r} and {widen!r}")
-    half = math.atan(widen * math.atan(math.pi / count))
+    half = float(arctan2(widen * arctan2(math.pi, count), 1.0))
     phi = cloud.coords[:, 1].double()
     away = [torch.remainder(phi + 2 * math.pi * k / count + math.pi, 2 * math.pi) - math.pi for k in range(count)]
     return [_select(cloud, torch.abs(turn) < half, k) for k, turn in enumerate(away)]
@@ -603,7 +619,7 @@ def generate_particles(event: int, *, seed: int = 0, pileup: float = 200) -> dic
     return dict(zip(("x", "y", "z", "pt", "phi", "eta", "charge"), np.array(rows).reshape(-1, 7).T, strict=True))
 
 # %% ../../nbs/data/15_collisions.ipynb #e4107c95
-_VERSION = 4        # of the simulation; raise it whenever its output changes
+_VERSION = 5        # of the simulation; raise it whenever its output changes
 
 
 def _event_hits(event: int, seed: int, pileup: float, noise: float, root: str | None) -> dict[str, np.ndarray]:
@@ -757,7 +773,7 @@ def nearest_sensor(xyz: np.ndarray, layer: np.ndarray) -> np.ndarray:
     for number in np.unique(layer):
         rows, own = np.flatnonzero(layer == number), np.flatnonzero(sensors.layer == number)
         near = own[cKDTree(sensors.centre[own]).query(xyz[rows], k=24)[1]]
-        local = np.abs(np.einsum("nkij,nkj->nki", sensors.frame[near], xyz[rows, None] - sensors.centre[near]))
+        local = np.abs(product(xyz[rows, None] - sensors.centre[near], sensors.frame[near].swapaxes(-1, -2)))
         beyond = np.maximum(local - [HALF_WIDTH, HALF_LENGTH, 0], 0)
         best[rows] = near[np.arange(len(rows)), np.linalg.norm(beyond, axis=-1).argmin(1)]
     return best
@@ -779,8 +795,8 @@ def _clusters_of_cells(hit_id: np.ndarray, cells: dict[str, np.ndarray], name: s
 def _momenta(particle: np.ndarray, particles: dict[str, np.ndarray], name: str) -> np.ndarray:
     """Transverse momentum of each hit's particle, 0 for noise."""
     number = np.append(particles["particle_id"], 0)
-    pt = np.append(np.hypot(particles["px"], particles["py"]), 0.0)
-    order = np.argsort(number)
+    pt = np.append(_length(particles["px"], particles["py"]), 0.0)
+    order = np.argsort(number, kind="stable")
     where = np.minimum(np.searchsorted(number[order], particle), len(number) - 1)
     if (number[order][where] != particle).any():
         raise ValueError(f"{name}-truth: a particle_id is not in {name}-particles")
@@ -810,7 +826,8 @@ def load_trackml_csv(prefix: str | Path) -> Cloud:
     particles = _table(prefix, "particles", ("particle_id",), ("px", "py"))
     if not np.array_equal(np.sort(hits["hit_id"]), np.sort(truth["hit_id"])):
         raise ValueError(f"{name}-truth: expected the hit_id of {name}-hits, each once")
-    number = truth["particle_id"][np.argsort(truth["hit_id"])][np.argsort(np.argsort(hits["hit_id"]))]
+    place = np.argsort(np.argsort(hits["hit_id"], kind="stable"), kind="stable")
+    number = truth["particle_id"][np.argsort(truth["hit_id"], kind="stable")][place]
     pixel = np.isin(hits["volume_id"], list(_FIRST_LAYER))
     hits, particle = {key: value[pixel] for key, value in hits.items()}, number[pixel]
     layer = np.array([_FIRST_LAYER[volume] for volume in hits["volume_id"]], int) + hits["layer_id"] // 2 - 1
@@ -884,14 +901,19 @@ def load_heptrkx(path: str | Path | None = None, count: int | None = None) -> li
     for k, event in enumerate(a["event_id"][:count]):
         part = slice(a["offsets"][k], a["offsets"][k + 1])
         r, phi, z = (a["features_r_phi_z"][part].astype(float) * [1000, np.pi, 1000]).T
-        xyz = np.stack([r * np.cos(phi), r * np.sin(phi), z], -1)
+        xyz = np.stack([r * cos(phi), r * sin(phi), z], -1)
         layer, particle = _layer_of(r, z), a["label"][part].astype(np.int64) + 1
-        features = np.zeros((len(r), 14))
-        features[:, :6] = np.stack([r, phi, z, np.arcsinh(z / r), xyz[:, 0] / r**2, xyz[:, 1] / r**2], -1)
         labels = {"particle": particle, "pt": np.ones(len(r)), "xyz": xyz}
         labels["reconstructable"] = _on_three_layers(particle, layer)
-        clouds.append(_cloud(features, layer, labels, event, -1, source))
+        clouds.append(_cloud(_of_positions(xyz), layer, labels, event, -1, source))
     return clouds
+
+
+def _of_positions(xyz: np.ndarray) -> np.ndarray:
+    """The 14 features, unscaled, as far as positions (n, 3) in mm give them; the others are 0."""
+    features, (eta, phi), r = np.zeros((len(xyz), 14)), _angles(xyz), _length(xyz[:, 0], xyz[:, 1])
+    features[:, :6] = np.stack([r, phi, xyz[:, 2], eta, xyz[:, 0] / r**2, xyz[:, 1] / r**2], -1)
+    return features
 
 
 def _layer_of(r: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -899,6 +921,61 @@ def _layer_of(r: np.ndarray, z: np.ndarray) -> np.ndarray:
     disc = np.abs(np.abs(z)[:, None] - _DISCS).argmin(1)
     barrel = np.abs(r[:, None] - [radius for radius, _ in _BARREL]).argmin(1)
     return np.where(np.abs(z) < 545, 7 + barrel, np.where(z < 0, 6 - disc, 11 + disc))
+
+# %% ../../nbs/data/15_collisions.ipynb #c1ca7bd9
+def load_pixel54(path: str | Path | None = None, *, events: Sequence[int] | None = None,
+                 inferred: bool = True) -> list[Cloud]:
+    """Official TrackML events with all their pixel hits, positions only, labels above 1 GeV.
+
+    `particle` is 0 for hits without a label: softer particles, noise, and hits whose label was lost. `pt` is the lower
+    bound, 1 GeV, for every labelled hit.
+
+    Args:
+        path: the compact `.npz`; None means `trackml_pixel54/pixel54.npz` below SPARSEATTN_DATA.
+        events: which of the 54, by their place in the file, 0 to 53; None means all.
+        inferred: False drops the labels that are not official but inferred, about 29 %.
+
+    Returns:
+        one cloud of about 52,000 hits an event.
+
+    Raises:
+        FileNotFoundError, ValueError: as for `load_pixel_event`; ValueError also for a place outside the file.
+
+    Example:
+        >>> load_pixel54(events=range(2))    # doctest: +SKIP
+    """
+    path = data_path("trackml_pixel54", "pixel54.npz") if path is None else Path(path)
+    a = _arrays(path, ("xyz_um", "volume", "layer", "label", "label_inferred", "offsets", "event_id"))
+    count = len(a["event_id"])
+    if bad := [k for k in events or [] if not 0 <= k < count]:
+        raise ValueError(f"events: expected places 0 to {count - 1}, got {bad[0]}")
+    return [_pixel54(a, k, inferred) for k in (range(count) if events is None else events)]
+
+
+def _pixel54(a: dict[str, np.ndarray], k: int, inferred: bool) -> Cloud:
+    """Event k of the file's arrays."""
+    part = slice(a["offsets"][k], a["offsets"][k + 1])
+    volume, particle = a["volume"][part], a["label"][part].astype(np.int64) + 1
+    if not inferred:
+        particle = np.where(a["label_inferred"][part], 0, particle)
+    layer = np.select([volume == v for v in _FIRST_LAYER], list(_FIRST_LAYER.values())) + a["layer"][part] // 2 - 1
+    xyz = a["xyz_um"][:, part].T / 1000
+    labels = {"particle": particle, "pt": (particle > 0) * 1.0, "xyz": xyz,
+              "reconstructable": _on_three_layers(particle, layer)}
+    source = "official TrackML, 54 events, all pixel hits, positions only"
+    return _cloud(_of_positions(xyz), layer, labels, a["event_id"][k], -1, source)
+
+
+def positions_only(cloud: Cloud) -> Cloud:
+    """The cloud with charge and cluster shape set to 0, as in official data that lack them.
+
+    Example:
+        >>> positions_only(example_clouds()[0]).x[:, 6:14].abs().max()
+        tensor(0.)
+    """
+    x = cloud.x.clone()
+    x[:, 6:14] = 0
+    return replace(cloud, x=x)
 
 # %% ../../nbs/data/15_collisions.ipynb #ab6d8455
 def plot_event(cloud: Cloud, min_pt: float = 1.0, most: int = 60):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .cache import _watched, cached, data_path, have_data, load_arrays, save_arrays, work_through
+from .exact import cos, exp, log, sin
 
 # %% ../../nbs/data/14_gestures.ipynb #f1a320af
 def threshold_events_reference(levels: Sequence[float], step: float, threshold: float,
@@ -216,8 +217,8 @@ def _wall(rng: np.random.Generator) -> np.ndarray:
     row, column = np.mgrid[:_SIDE, :_SIDE]
     waves = np.zeros((_SIDE, _SIDE))
     for (u, v), phase in zip(rng.normal(0, 0.08, (4, 2)), rng.uniform(0, 2 * np.pi, 4), strict=True):
-        waves += 0.12 * np.cos(u * column + v * row + phase)
-    return np.exp(rng.uniform(np.log(0.1), np.log(0.8)) + waves).astype(np.float32)
+        waves += 0.12 * cos(u * column + v * row + phase)
+    return exp(rng.uniform(log(0.1), log(0.8)) + waves).astype(np.float32)
 
 
 def draw_subject(number: int, seed: int = 0) -> Subject:
@@ -228,7 +229,7 @@ def draw_subject(number: int, seed: int = 0) -> Subject:
         True
     """
     rng = np.random.default_rng([seed, number])
-    shirt, skin = np.exp(rng.uniform(np.log(0.06), np.log(0.8))), rng.uniform(0.15, 0.6)
+    shirt, skin = exp(rng.uniform(log(0.06), log(0.8))), rng.uniform(0.15, 0.6)
     sleeve = skin if rng.random() < 0.3 else shirt * rng.uniform(0.8, 1.25)
     return Subject(f"user{number:03d}", rng.uniform(0.85, 1.12), np.array([64, 52]) + rng.uniform(-5, 5, 2),
                    rng.uniform(0.75, 1.3), rng.uniform(0.75, 1.2), rng.choice([0.5, 1.0, 2.0]), shirt, sleeve, skin,
@@ -246,31 +247,31 @@ def _one(side: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _clap(phase, size, rng):
-    apart = 3 + 8 * size * (1 + np.cos(phase))
+    apart = 3 + 8 * size * (1 + cos(phase))
     return _hands(-apart, 15.0, apart, 15.0)
 
 
 def _wave(side, phase, size, rng):
-    angle = 0.6 * size * np.sin(phase)
-    return _one(side, 27 + 21 * np.sin(angle), 1 - 21 * np.cos(angle))
+    angle = 0.6 * size * sin(phase)
+    return _one(side, 27 + 21 * sin(angle), 1 - 21 * cos(angle))
 
 
 def _circle(side, turn, phase, size, rng):
-    return _one(side, 20 + side * 25 * size * np.cos(phase), 4 + turn * 25 * size * np.sin(phase))
+    return _one(side, 20 + side * 25 * size * cos(phase), 4 + turn * 25 * size * sin(phase))
 
 # %% ../../nbs/data/14_gestures.ipynb #ef4adf9e
 def _roll(phase, size, rng):
-    x, y = 4 + 3 * np.sin(phase), 9 * size * np.cos(phase)
+    x, y = 4 + 3 * sin(phase), 9 * size * cos(phase)
     return _hands(x, 18 + y, -x, 18 - y)
 
 
 def _drums(phase, size, rng):
-    right, left = (20 + 10 * size * (np.sin(p) + 0.3 * np.sin(2 * p)) for p in (phase, phase + np.pi))
+    right, left = (20 + 10 * size * (sin(p) + 0.3 * sin(2 * p)) for p in (phase, phase + np.pi))
     return _hands(-15.0, right, 15.0, left)
 
 
 def _guitar(phase, size, rng):
-    strum, slide = 9 * size * np.sin(phase), np.sin(phase / 5)
+    strum, slide = 9 * size * sin(phase), sin(phase / 5)
     return _hands(-4 + 0.3 * strum, 28 + strum, 36 + 4 * slide, 4 + 2 * slide)
 
 
@@ -280,7 +281,7 @@ def _other(phase, size, rng):
         x, y = side * rng.uniform(6, 32), rng.uniform(-15, 30)
         (u, v), offset = rng.permutation([0.5, 1.0, 1.5, 2.0])[:2], rng.uniform(0, 2 * np.pi, 2)
         far = rng.uniform(4, 14, 2) * (1.0 if side < 0 else rng.choice([0.0, 1.0]))
-        paths += [x + size * far[0] * np.sin(u * phase + offset[0]), y + size * far[1] * np.sin(v * phase + offset[1])]
+        paths += [x + size * far[0] * sin(u * phase + offset[0]), y + size * far[1] * sin(v * phase + offset[1])]
     return _hands(*paths)
 
 # %% ../../nbs/data/14_gestures.ipynb #ff07736d
@@ -394,10 +395,10 @@ def _paint(image: np.ndarray, part: _Capsule, rows: slice, corner: np.ndarray) -
     cover = np.sqrt(shade)
     np.subtract(part.radius + np.float32(0.5), cover, out=cover)
     np.minimum(np.maximum(cover, 0, out=cover), 1, out=cover)
-    shade *= -np.float32(0.4) * part.grey / part.radius**2
+    shade *= -np.float32(0.4) * part.grey / (part.radius * part.radius)
     shade += part.grey
     if along is not None and part.stripes:
-        shade *= 1 + part.stripes * np.sin(25 * along)
+        shade *= 1 + part.stripes * sin(25 * along)
     shade -= box
     shade *= cover
     box += shade
@@ -413,7 +414,7 @@ def _film(parts: list[_Capsule], wall: np.ndarray, box: np.ndarray, frames: int,
         image[:] = wall[y0:y1, x0:x1]
         for part in parts:
             _paint(image, part, rows, box[0].astype(np.float32))
-        yield np.log(image, out=image).reshape(len(image), -1)
+        yield log(image).reshape(len(image), -1)
 
 
 def _box(parts: list[_Capsule]) -> np.ndarray:
@@ -453,7 +454,7 @@ def _motion(person: Subject, gesture: int, seconds: np.ndarray, rng: np.random.G
     """(K, 2, 2) hands and (K, 2) sway at these times."""
     pace = _MOVES[gesture][1] * person.speed * rng.uniform(0.9, 1.1)
     start, *drift = rng.uniform(0, 2 * np.pi, 5)
-    wave = [np.sin(2 * np.pi * f * seconds + d) for f, d in zip((0.4, 0.23, 0.21, 0.34), drift, strict=True)]
+    wave = [sin(2 * np.pi * f * seconds + d) for f, d in zip((0.4, 0.23, 0.21, 0.34), drift, strict=True)]
     phase = start + 2 * np.pi * pace * (seconds + 0.04 * wave[0])
     hands = hand_paths(gesture, phase, person.reach * (1 + 0.1 * wave[1]), rng)
     return hands, 0.8 * np.stack([wave[2], 0.5 * wave[3]], -1)
@@ -758,7 +759,7 @@ def _person(task: tuple) -> dict[str, np.ndarray]:
         return _pack(Gestures("", tuple(streams)))
 
     params = {"person": number, "seconds": seconds, "seed": seed, "sensor": camera}
-    return cached("gestures", params, build, version=1, root=root)
+    return cached("gestures", params, build, version=2, root=root)
 
 # %% ../../nbs/data/14_gestures.ipynb #ab27c110
 def simulate_gestures(split: str = "train", *, users: int | None = None, seconds: float = 6.0, seed: int = 0,

@@ -29,6 +29,7 @@ from scipy import linalg, sparse
 from torch import Tensor
 
 from .cache import cached, data_path, have_data, load_arrays, save_arrays, work_through
+from .exact import cos, product, sin
 
 # %% ../../nbs/data/18_peptides.ipynb #d2af11d6
 def have_rdkit() -> bool:
@@ -381,9 +382,10 @@ _HYDROPATHY = dict(zip("ARNDCQEGHILKMFPSTWYV", (1.8, -4.5, -3.5, -3.5, 2.5, -3.5
 
 def _moment(sequence: str) -> float:
     """Hydrophobic moment of a helix, a residue."""
-    angle = np.deg2rad(100) * np.arange(len(sequence))
+    angle = np.pi * 100 / 180 * np.arange(len(sequence))
     grease = np.array([_HYDROPATHY[residue] for residue in sequence])
-    return float(abs((grease * np.exp(1j * angle)).mean()))
+    along, across = ((grease * f(angle)).mean() for f in (cos, sin))
+    return float(np.sqrt(along * along + across * across))
 
 
 def _count(sequence: str, residues: str) -> int:
@@ -398,7 +400,7 @@ _TOY_FUNCTIONS = {
     "kinked": lambda s: "P" in s[1:-1],
     "aromatic": lambda s: _count(s, "FWYH") >= 2,
     "sulphur": lambda s: _count(s, "CM") >= 1,
-    "greasy": lambda s: sum(map(_HYDROPATHY.get, s)) > 0,
+    "greasy": lambda s: sum(round(10 * _HYDROPATHY[residue]) for residue in s) > 0,
     "amphipathic": lambda s: _moment(s) > 1.5,
     "salt bridge": lambda s: any(a + b in _PAIRS for a, b in zip(s, s[4:], strict=False)),
     "ends alike": lambda s: (_HYDROPATHY[s[0]] > 0) == (_HYDROPATHY[s[-1]] > 0),
@@ -440,8 +442,8 @@ def inertia_moments(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
         raise ValueError(f"x, weights: expected (n, 3) and (n,), got {x.shape} and {weights.shape}")
     if (weights < 0).any() or not weights.sum() > 0:
         raise ValueError("weights: expected numbers from 0, some above")
-    x = x - weights @ x / weights.sum()
-    second = np.einsum("n,ni,nj->ij", weights, x, x)
+    x = x - (weights[:, None] * x).sum(0) / weights.sum()
+    second = (weights[:, None, None] * x[:, :, None] * x[:, None]).sum(0)
     return linalg.eigvalsh(np.trace(second) * np.eye(3) - second)[::-1].clip(0)
 
 # %% ../../nbs/data/18_peptides.ipynb #31d0b93f
@@ -461,7 +463,7 @@ def axis_lengths(x: np.ndarray) -> np.ndarray:
     if x.ndim != 2 or x.shape[1] != 3 or not len(x):
         raise ValueError(f"x: expected (n, 3) with n > 0, got {x.shape}")
     x = x - x.mean(0)
-    along = x @ linalg.eigh(x.T @ x)[1][:, ::-1]
+    along = product(x, linalg.eigh((x[:, :, None] * x[:, None]).sum(0))[1][:, ::-1])
     return np.ptp(along, axis=0)
 
 # %% ../../nbs/data/18_peptides.ipynb #5e0c930d
@@ -584,16 +586,27 @@ def noise_floor(repeats: Float[Tensor, "n s t"]) -> dict[str, Tensor]:
     return {"low": high / 2, "normal": high / 2**0.5, "high": high}
 
 # %% ../../nbs/data/18_peptides.ipynb #e7b8f253
-def _spectrum(bonds: np.ndarray, atoms: int, many: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Smallest eigenvalues of the normalised Laplacian and their eigenvectors; 0 for an atom without bonds."""
+def _spectrum(bonds: np.ndarray, atoms: int) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues of the normalised Laplacian, smallest first, and eigenvectors; 0 for an atom without bonds."""
     adjacency = np.zeros((atoms, atoms))
     adjacency[bonds[:, 0], bonds[:, 1]] = adjacency[bonds[:, 1], bonds[:, 0]] = 1
     degree = adjacency.sum(1)
     scale = 1 / np.sqrt(degree.clip(1))
     laplacian = np.diag((degree > 0).astype(float)) - scale[:, None] * adjacency * scale
-    return linalg.eigh(laplacian, subset_by_index=None if many is None else [0, min(many, atoms) - 1])
+    return linalg.eigh(laplacian)
 
 # %% ../../nbs/data/18_peptides.ipynb #139723a2
+def _settled(values: np.ndarray, waves: np.ndarray, near: float = 1e-8) -> np.ndarray:
+    """Eigenvectors in columns, with a basis of each eigenspace that depends on the space alone."""
+    out, starts = [], np.flatnonzero(np.diff(values, prepend=-np.inf) > near)
+    for space in np.split(waves, starts[1:], axis=1):
+        for _ in range(space.shape[1]):
+            top = space[(space**2).sum(1).round(9).argmax()]
+            out.append((space * top).sum(1) / np.sqrt((top * top).sum()))
+            space = space - out[-1][:, None] * (out[-1][:, None] * space).sum(0)
+    return np.stack(out, 1)
+
+
 def laplacian_encoding(bonds: np.ndarray, atoms: int, size: int = 8) -> np.ndarray:
     """Eigenvectors of the normalised Laplacian, after the first, each with its largest entry positive (LapPE).
 
@@ -601,7 +614,7 @@ def laplacian_encoding(bonds: np.ndarray, atoms: int, size: int = 8) -> np.ndarr
         bonds: (m, 2) int, each once. atoms: their number. size: eigenvectors wanted.
 
     Returns:
-        (atoms, size) float32.
+        (atoms, size) float32, to six decimals: what lies below is the noise of the library.
 
     Raises:
         ValueError: a size below 1, or bonds of atoms that do not exist.
@@ -611,10 +624,11 @@ def laplacian_encoding(bonds: np.ndarray, atoms: int, size: int = 8) -> np.ndarr
         [0.707, 0.0, 0.707]
     """
     _check_encoding(bonds, atoms, size)
-    waves = _spectrum(bonds, atoms, size + 1)[1][:, 1:]
-    top = np.abs(waves.round(9)).argmax(0)
-    waves = waves * np.where(waves[top, np.arange(waves.shape[1])] < 0, -1, 1)
-    return np.pad(waves, ((0, 0), (0, size - waves.shape[1]))).astype(np.float32)
+    values, waves = _spectrum(bonds, atoms)
+    many = np.searchsorted(values, values[min(size, atoms - 1)] + 1e-7)     # an eigenspace at the end is not cut
+    waves = _settled(values[:many], waves[:, :many])[:, 1 : size + 1]
+    waves = np.pad(waves, ((0, 0), (0, size - waves.shape[1])))
+    return (waves.round(6) + 0.0).astype(np.float32)                        # no zero with a sign
 
 
 def _check_encoding(bonds: np.ndarray, atoms: int, size: int) -> None:
@@ -679,7 +693,7 @@ def with_encodings(peptides: Peptides, kind: str, size: int, *, root: str | Path
 
     key = hashlib.sha256(b"".join(x.numpy().tobytes() for x in (peptides.bonds, peptides.bond_end, peptides.atom_end)))
     params = {"graphs": key.hexdigest(), "kind": kind, "size": size}
-    x = cached("peptide-encodings", params, build, version=1, root=root)["x"]
+    x = cached("peptide-encodings", params, build, version=2, root=root)["x"]
     return dataclasses.replace(peptides, encodings=torch.from_numpy(x))
 
 # %% ../../nbs/data/18_peptides.ipynb #3b7d3d74

@@ -25,6 +25,7 @@ from scipy.spatial import cKDTree
 from torch import Tensor
 
 from .cache import cached, data_path, have_data, work_through
+from .exact import arctan2, cos, product, sin
 from .shapes import (MeshSet, Shapes, load_meshes, load_shapes, read_h5,
                                     sample_surface)
 
@@ -505,7 +506,7 @@ class Layout:
 # %% ../../nbs/data/13_scenes.ipynb #756c92a7
 def _half(size: Sequence[float], turn: float) -> np.ndarray:
     """Half widths in x and y of a turned box."""
-    c, s = abs(np.cos(turn)), abs(np.sin(turn))
+    c, s = abs(cos(turn)), abs(sin(turn))
     return np.array([c * size[0] + s * size[1], s * size[0] + c * size[1]]) / 2
 
 
@@ -585,7 +586,7 @@ def _item(kind: str, body: Model | Drawn, place: np.ndarray, turn: float, size: 
     low, high = place - np.append(half, 0), place + np.append(half, body.size[2])
     keep = np.stack([low, high])
     if kind in _FREE:
-        axis = int(abs(np.cos(turn)) > 0.5)                                # of its wall's normal
+        axis = int(abs(cos(turn)) > 0.5)                                   # of its wall's normal
         near = place[axis] < size[axis] / 2
         keep[:, axis] = (0, _FREE[kind]) if near else (size[axis] - _FREE[kind], size[axis])
     label = LABELS.index(_KINDS[kind][0] if kind in _KINDS else kind)
@@ -660,9 +661,9 @@ def _shell_points(layout: Layout, density: float, rng) -> tuple[np.ndarray, ...]
 def _item_points(furniture: Furniture, item: Item, size: np.ndarray, density: float, rng) -> tuple[np.ndarray, ...]:
     real = isinstance(item.body, Model)
     x, normals, colours = furniture.surface(item.body, density, rng) if real else item.body.surface(density, rng)
-    c, s = np.cos(item.turn), np.sin(item.turn)
+    c, s = cos(item.turn), sin(item.turn)
     spin = np.array([[c, -s, 0], [s, c, 0], [0, 0, 1]])
-    x, normals = x @ spin.T + item.place, normals @ spin.T
+    x, normals = product(x, spin.T) + item.place, product(normals, spin.T)
     keep = ((x > -0.05) & (x < size + 0.05)).all(1)
     if item.kind in ("column", "beam"):                                     # faces on the shell are not seen
         keep &= ((x > 1e-6) & (x < size - 1e-6)).all(1)
@@ -725,9 +726,9 @@ def visible(points: np.ndarray, normals: np.ndarray, eye: Sequence[float], *, st
     """
     delta, ray = np.deg2rad(step), points - np.asarray(eye, float)
     r = np.linalg.norm(ray, axis=1).clip(1e-6)
-    row = np.floor((np.arcsin((ray[:, 2] / r).clip(-1, 1)) + np.pi / 2) / delta)
-    ring = np.cos((row + 0.5) * delta - np.pi / 2).clip(0.02)                # cones of one height shrink to the pole
-    cell = row * 10_000 + np.floor((np.arctan2(ray[:, 1], ray[:, 0]) + np.pi) * ring / delta)
+    row = np.floor((arctan2(ray[:, 2], np.linalg.norm(ray[:, :2], axis=1)) + np.pi / 2) / delta)
+    ring = cos((row + 0.5) * delta - np.pi / 2).clip(0.02)                   # cones of one height shrink to the pole
+    cell = row * 10_000 + np.floor((arctan2(ray[:, 1], ray[:, 0]) + np.pi) * ring / delta)
     _, place = np.unique(cell, return_inverse=True)
     order = place.argsort(kind="stable")
     nearest = np.minimum.reduceat(r[order], np.flatnonzero(np.diff(place[order], prepend=-1)))[place]
@@ -833,7 +834,7 @@ def _load_composed(task: tuple) -> Room:
     def build() -> dict[str, np.ndarray]:
         return _packed_room(load_furniture(name, root=root), area, number, density, scan, seed)
 
-    packed = cached(f"scenes-{name}", params, build, version=1)
+    packed = cached(f"scenes-{name}", params, build, version=2)
     return _room(packed, area, _composed(name, density, scan))
 
 # %% ../../nbs/data/13_scenes.ipynb #50dc7fdf
@@ -1074,7 +1075,8 @@ def room_cells(room: Room, size: float = 1.5, least: int = 205, shift: Sequence[
     large = np.flatnonzero(count >= least)
     if not len(large):
         large = np.array([count.argmax()])
-    target = cKDTree(squares[large]).query(squares)[1]                  # a large square is its own nearest
+    away = ((squares[:, None] - squares[large]) ** 2).sum(-1)           # a large square is its own nearest
+    target = away.argmin(1)                                             # of equally near ones the first
     return target[place.reshape(-1)]
 
 # %% ../../nbs/data/13_scenes.ipynb #d433686e

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from .cache import cached, data_path, have_data, load_arrays, save_arrays
+from .exact import cos, direction, sin, sine_cosine
 
 # %% ../../nbs/data/16_sequences.ipynb #abe335d6
 @dataclass(frozen=True, eq=False)
@@ -519,7 +520,8 @@ class _Stamp:
 
 
 def _ahead(point: tuple[int, int], angle: float, distance: float) -> tuple[int, int]:
-    return math.ceil(point[0] + distance * math.sin(angle)), math.ceil(point[1] + distance * math.cos(angle))
+    sine, cosine = sine_cosine(angle)                                   # 2 sin 30 degrees stands on an edge
+    return math.ceil(point[0] + distance * sine), math.ceil(point[1] + distance * cosine)
 
 
 def _shrunk(fine: np.ndarray, side: int) -> np.ndarray:
@@ -613,12 +615,12 @@ def _circle(plan: _Plan) -> list[tuple]:
     """The pixels around a pivot: (offset, flat offset, direction, stamp of the dash from there back)."""
     step = plan.recipe.dash + plan.recipe.margin
     angle = np.arange(0, 360, 360 / (2 * step * np.pi)) * np.pi / 180
-    exact = step * np.stack([np.sin(angle), np.cos(angle)], 1)
+    exact = step * np.array([sine_cosine(one) for one in angle.tolist()])
     turns = []
     for y, x in np.unique(np.floor(exact + 1000).astype(int) - 1000, axis=0).tolist():
-        direction = math.atan2(y, x)
-        back = direction + math.pi if direction < 0 else direction - math.pi
-        turns.append(((y, x), y * plan.width + x, direction, plan.stamp(back)))
+        way = direction(y, x)
+        back = way + math.pi if way < 0 else way - math.pi
+        turns.append(((y, x), y * plan.width + x, way, plan.stamp(back)))
     return turns
 
 
@@ -629,8 +631,8 @@ def _choices(plan: _Plan, angle: float) -> list[tuple]:
         for turn in plan.turns:
             change = abs(turn[2] - angle)
             change = min(min(change, 2 * math.pi - change) * plan.recipe.continuity, math.pi / 2)
-            if math.cos(change) > 1e-9:
-                found.append((turn, turn[1], math.cos(change) ** 2))
+            if (cosine := sine_cosine(change)[1]) > 1e-9:
+                found.append((turn, turn[1], cosine * cosine))
         plan.weights[angle] = found
     return plan.weights[angle]
 
@@ -724,9 +726,9 @@ def _two_contours(rng: np.random.Generator, plan: _Plan) -> tuple[_Contour, _Con
             break
     for _ in range(3 if first else 0):
         angle, around = plan.angles[_draw(rng, 360)], _draw(rng, 360) * np.pi / 180
-        y = first.origin[0] + recipe.seed_distance * math.sin(around)
-        x = first.origin[1] + recipe.seed_distance * math.cos(around)
-        if second := _begin(plan, (round(y), round(x)), angle):
+        sine, cosine = (recipe.seed_distance * value for value in sine_cosine(around))
+        origin = round(first.origin[0] + sine), round(first.origin[1] + cosine)
+        if second := _begin(plan, origin, angle):
             break
     if not (first and second):
         return None
@@ -1088,7 +1090,8 @@ def grey(images: np.ndarray) -> np.ndarray:
         >>> grey(np.array([255, 255, 255], np.uint8)).item()
         255
     """
-    return (images @ np.array([0.2989, 0.5870, 0.1140]) * (255.5 / 255)).astype(np.uint8)
+    red, green, blue = np.moveaxis(np.asarray(images), -1, 0)
+    return np.asarray((0.2989 * red + 0.5870 * green + 0.1140 * blue) * (255.5 / 255)).astype(np.uint8)
 
 # %% ../../nbs/data/16_sequences.ipynb #c3ab8ef3
 def load_cifar10_binary(folder: str | Path) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -1161,8 +1164,8 @@ def load_idx(path: str | Path) -> np.ndarray:
 def _toy_image(rng: np.random.Generator, label: int, side: int) -> np.ndarray:
     y, x = np.mgrid[:side, :side]
     angle = (label + rng.uniform(-0.2, 0.2)) * np.pi / 10
-    along = (x * np.cos(angle) + y * np.sin(angle)) * 2 * np.pi / rng.uniform(4, 8)
-    wave = rng.uniform(30, 80) * np.sin(along + rng.uniform(0, 2 * np.pi))
+    along = (x * cos(angle) + y * sin(angle)) * 2 * np.pi / rng.uniform(4, 8)
+    wave = rng.uniform(30, 80) * sin(along + rng.uniform(0, 2 * np.pi))
     return np.clip(128 + wave + rng.normal(0, 25, (side, side)), 0, 255).astype(np.uint8)
 
 
@@ -1282,6 +1285,20 @@ def _links(pages: list[dict]) -> np.ndarray:
     return np.array(sorted(found), np.int32).reshape(-1, 2)
 
 # %% ../../nbs/data/16_sequences.ipynb #d96e1129
+def _smooth(adjacency: np.ndarray, times: int = 200) -> np.ndarray:
+    """A slowly changing function on the nodes of a connected graph (n, n): steps from an end, averaged over neighbours."""
+    from scipy.sparse.csgraph import shortest_path
+    steps = shortest_path(adjacency, unweighted=True, indices=0)
+    value = shortest_path(adjacency, unweighted=True, indices=int(steps.argmax()))
+    node, neighbour = np.nonzero(adjacency)
+    degree = np.bincount(node)
+    for _ in range(times):
+        value = (value + np.bincount(node, value[neighbour]) / degree) / 2
+        value = value - (value * degree).sum() / degree.sum()
+        value = value / np.abs(value).max()
+    return value * np.sign(value[np.abs(value).argmax()])
+
+
 def _along(adjacency: np.ndarray) -> np.ndarray:
     """An order of the nodes of a graph (n, n) that keeps neighbours together; component by component."""
     from scipy.sparse.csgraph import connected_components
@@ -1290,11 +1307,7 @@ def _along(adjacency: np.ndarray) -> np.ndarray:
     for number in np.argsort(-np.bincount(component), kind="stable"):
         nodes = np.flatnonzero(component == number)
         if len(nodes) > 3:
-            part = adjacency[np.ix_(nodes, nodes)].astype(float)
-            root = np.sqrt(part.sum(1))
-            laplacian = np.eye(len(nodes)) - part / root / root[:, None]
-            second = np.linalg.eigh(laplacian)[1][:, 1] / root
-            nodes = nodes[np.argsort(second * np.sign(second[np.abs(second).argmax()]), kind="stable")]
+            nodes = nodes[np.argsort(_smooth(adjacency[np.ix_(nodes, nodes)]), kind="stable")]
         order.extend(nodes.tolist())
     return np.array(order, int)
 
@@ -1357,6 +1370,11 @@ def build_manpages(folder: str | Path, path: str | Path | None = None) -> dict[s
     return arrays
 
 # %% ../../nbs/data/16_sequences.ipynb #508ce4f5
+def _useless(pairs: np.ndarray, linked: set[tuple]) -> np.ndarray:
+    """Which dealt pairs (n, 2) are linked after all, or a page with itself."""
+    return np.array([a == b or (min(a, b), max(a, b)) in linked for a, b in pairs.tolist()], bool)
+
+
 def manpage_pairs(arrays: dict[str, np.ndarray], part: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Linked and unlinked pairs of pages of one part.
 
@@ -1377,13 +1395,14 @@ def manpage_pairs(arrays: dict[str, np.ndarray], part: int, *, seed: int = 0) ->
     kept, dealt = [], []
     for name in np.unique(group):
         inside, fresh = links[group == name], links[group == name].copy()
-        for _ in range(200):
-            bad = np.array([a == b or (min(a, b), max(a, b)) in linked for a, b in fresh.tolist()])
-            if not bad.any():
-                break
+        bad = _useless(fresh, linked)
+        for _ in range(200 if bad.any() else 0):
             others = rng.choice(len(fresh), min(len(fresh), 2 * bad.sum()), replace=False)
             swap = np.union1d(np.flatnonzero(bad), others)
             fresh[swap, 1] = fresh[rng.permutation(swap), 1]
+            bad = _useless(fresh, linked)
+            if not bad.any():
+                break
         kept.append(inside[~bad])
         dealt.append(fresh[~bad])
     pairs = np.concatenate([*kept, *dealt])
@@ -1632,7 +1651,7 @@ def _image(source: str, counts: dict, max_length: int | None, seed: int, how: di
         if source == "official":
             pools = load_cifar10_binary(path)
         else:
-            pools = [[load_idx(next(path.glob(f"{half}-{kind}-ubyte*"))) for kind in ("images-idx3", "labels-idx1")]
+            pools = [[load_idx(min(path.glob(f"{half}-{kind}-ubyte*"))) for kind in ("images-idx3", "labels-idx1")]
                      for half in ("train", "t10k")]
         first, labels = len(pools[0][1]), np.concatenate([pools[0][1], pools[1][1]])
         images = np.concatenate([pools[0][0], pools[1][0]])

@@ -28,6 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .cache import _watched, cached, data_path, have_data, load_arrays, save_arrays, work_through
+from .exact import cos, product, sin
 
 # %% ../../nbs/data/12_shapes.ipynb #dada2bcd
 @dataclass(frozen=True, eq=False)
@@ -99,10 +100,8 @@ def first_points(shapes: Shapes, n: int) -> Shapes:
     if not 1 <= n <= have:
         raise ValueError(f"n: expected 1 to {have}, got {n}")
     cut = _each(shapes, lambda value: value[:, :n] if value.ndim > 1 else value)
-    points = cut.pop("points")
-    points = points - points.mean(1, keepdim=True)
-    radius = points.norm(dim=-1).amax(1)[:, None, None]
-    return dataclasses.replace(shapes, points=points / radius.where(radius > 0, radius.new_ones(())), **cut)
+    points = torch.from_numpy(unit_sphere(cut.pop("points").cpu().numpy()))
+    return dataclasses.replace(shapes, points=points.to(shapes.points.device), **cut)
 
 # %% ../../nbs/data/12_shapes.ipynb #10085b5f
 def batches(shapes: Shapes, batch_size: int, *, generator: torch.Generator | None = None, shuffle: bool = True,
@@ -188,7 +187,7 @@ def sample_surface(mesh: Mesh, points: int, rng: np.random.Generator) -> tuple[n
     if points < 1:
         raise ValueError(f"points: expected at least 1, got {points}")
     crosses = mesh.crosses
-    size = np.sqrt(np.einsum("ij,ij->i", crosses, crosses))
+    size = np.linalg.norm(crosses, axis=1)
     total = np.cumsum(size)
     if not len(total) or not total[-1] > 0:
         raise ValueError("mesh: expected a surface with area, got none")
@@ -478,7 +477,7 @@ def _parse(item: tuple, content: list[bytes]) -> Mesh:
         return read_vrml(content[0].decode("utf8", "replace"))
     mesh = read_obj(*(part.decode("utf8", "replace") for part in content[:2]))
     turn = _numbers(item[3]).reshape(3, 3) if item[3] else np.eye(3)
-    return dataclasses.replace(mesh, vertices=_upright(mesh.vertices @ turn.T))
+    return dataclasses.replace(mesh, vertices=_upright(product(mesh.vertices, turn.T)))
 
 
 def _upright(x: np.ndarray) -> np.ndarray:
@@ -502,7 +501,7 @@ def _mesh_chunk(task: tuple) -> list[dict]:
         return whole | ends | {name: np.stack([piece[name] for piece in pieces]) for name in ("centre", "scale")}
 
     params = {"content": digest.hexdigest(), "files": len(items)}
-    arrays = cached("shape-meshes", params, build, version=1, root=root)
+    arrays = cached("shape-meshes", params, build, version=2, root=root)
     pieces = [{"centre": c, "scale": s} for c, s in zip(arrays["centre"], arrays["scale"], strict=True)]
     for name in _ENDS:
         for piece, part in zip(pieces, np.split(arrays[name], arrays[f"{name}_end"][:-1]), strict=True):
@@ -955,6 +954,8 @@ def _modelnet_txt(folder: Path, count: int, points: int, split: str, progress: b
 def _modelnet40(root, points: int, split: str, progress: bool) -> Shapes:
     if folder := _folder("train_files.txt", _H5, root):
         return _modelnet_h5(folder, points, split)
+    if _folder("modelnet40_train.txt", _TXT, root) is None and have_data(*_U8, root=root):
+        return _modelnet_u8(data_path(*_U8, root=root), points, split)
     return _modelnet_txt(_need_folder("modelnet40_train.txt", _TXT, root), 40, points, split, progress)
 
 
@@ -1003,6 +1004,23 @@ def _modelnet40_subset(root, points: int, split: str, progress: bool) -> Shapes:
               "points of each; not the 40-class task")
     clouds = (x[..., 0, :], normals, None)
     return _shapes("modelnet40_subset", source, clouds, labels, _COMPLETE, ids=a["shape_id"][rows])
+
+# %% ../../nbs/data/12_shapes.ipynb #c7a3e9f2
+_U8 = ("modelnet40", "modelnet40_1024_u8.npz")
+
+
+def _modelnet_u8(path: Path, points: int, split: str) -> Shapes:
+    a = _arrays(path, ("delta", "label", "is_test", "class_names", "number"))
+    rows = np.flatnonzero(a["is_test"] == (split == "test"))
+    stored = a["delta"].shape[2]
+    _fit(points, stored, "the compact ModelNet40")
+    order = np.random.default_rng(0).random((len(a["delta"]), stored))[rows].argsort(1)[:, :points]
+    x = np.cumsum(a["delta"][rows], axis=2, dtype=np.uint8).swapaxes(1, 2)
+    x = np.take_along_axis(x, order[..., None], 1).astype(np.float32) / 127.5 - 1
+    ids = [f"{a['class_names'][label]}_{number:04d}" for label, number in zip(a["label"][rows], a["number"][rows], strict=True)]
+    source = (f"ModelNet40, official shapes and {split} part, {points:,} of 1,024 points sampled by a third party, "
+              "8 bits a coordinate, no normals")
+    return _shapes("modelnet40", source, (x, None, None), a["label"][rows], a["class_names"], ids=ids)
 
 # %% ../../nbs/data/12_shapes.ipynb #10c110cd
 _SHAPENET_PARTS = {"Airplane": 4, "Bag": 2, "Cap": 2, "Car": 4, "Chair": 4, "Earphone": 3, "Guitar": 3, "Knife": 2,
@@ -1182,11 +1200,12 @@ def shape_sets(root: str | Path | None = None) -> list[str]:
     scans = {"test_objectdataset.h5", *(f"test_objectdataset{ending}.h5" for _, ending in _SCANS.values())}
     inner = [f"{outer}{one}" for outer in _OUTER for one in ("main_split", "main_split_nobg")]
     compact = ("kicad/kicad", "sweethome/sweethome", "modelnet10/modelnet10_1024",
-               "modelnet40_subset/modelnet40_normal_subset_1024")
+               "modelnet40/modelnet40_1024_u8", "modelnet40_subset/modelnet40_normal_subset_1024")
     there = {"fixture": True} | {one.split("/")[0]: have_data(*f"{one}.npz".split("/"), root=root) for one in compact}
     there |= {
         "modelnet10": there["modelnet10"] or _folder("modelnet10_train.txt", _TXT, root),
-        "modelnet40": _folder("train_files.txt", _H5, root) or _folder("modelnet40_train.txt", _TXT, root),
+        "modelnet40": there["modelnet40"] or _folder("train_files.txt", _H5, root)
+        or _folder("modelnet40_train.txt", _TXT, root),
         "shapenetpart": _folder("synsetoffset2category.txt", _PARTANNO, root),
         "scanobjectnn": any(_folder(scan, inner, root) for scan in scans),
     }
@@ -1245,7 +1264,7 @@ def plot_shapes(shapes: Shapes, index: Sequence[int], *, colour: str = "depth", 
         axis.axis("off")
     for axis, i in zip(axes.flat, index, strict=False):
         x, tint = shapes.points[i].numpy(), _tint(shapes, i, colour, towards, right)
-        order = np.argsort(x @ towards)
+        order = np.argsort(x @ towards, kind="stable")
         axis.scatter((x @ right)[order], (x @ np.cross(towards, right))[order], c=tint[order], lw=0,
                      s=2.4 * (1024 / len(x)) ** 0.5)
         axis.set(xlim=(-1, 1), ylim=(-1, 1), aspect="equal")
@@ -1272,7 +1291,7 @@ def describe(points: Tensor | np.ndarray, levels: int = 16) -> np.ndarray:
     directions = (np.array(_DIRECTIONS) / np.linalg.norm(_DIRECTIONS, axis=1, keepdims=True)).astype(np.float32)
     points = np.asarray(points, np.float32)
     steps = (np.arange(levels) + 0.5) / levels * points.shape[1]
-    along = np.sort(directions @ points.swapaxes(1, 2), axis=-1)
+    along = np.sort(product(points, directions.T).swapaxes(1, 2), axis=-1)
     return along[..., steps.astype(int)].reshape(len(points), -1)
 
 
@@ -1313,8 +1332,8 @@ def visible_points(points: np.ndarray, eye: np.ndarray, reach: float = 100.0) ->
 
 # %% ../../nbs/data/12_shapes.ipynb #5beaf0e9
 def _turned(x: np.ndarray, angle: float) -> np.ndarray:
-    c, s = np.cos(angle), np.sin(angle)
-    return x @ np.array([[c, s, 0], [-s, c, 0], [0, 0, 1]])
+    c, s = cos(angle), sin(angle)
+    return product(x, np.array([[c, s, 0], [-s, c, 0], [0, 0, 1]]))
 
 
 def _scene(x: np.ndarray, normals: np.ndarray, other: np.ndarray, other_normals: np.ndarray,
@@ -1323,7 +1342,7 @@ def _scene(x: np.ndarray, normals: np.ndarray, other: np.ndarray, other_normals:
     floor = np.column_stack([rng.uniform(-1.4, 1.4, (2 * len(x), 2)), np.full(2 * len(x), x[:, 2].min())])
     angle = rng.uniform(0, 2 * np.pi)
     apart = rng.uniform(0.7, 1.1) * sum(np.linalg.norm(one[:, :2], axis=1).max() for one in (x, other))
-    place = [apart * np.cos(angle), apart * np.sin(angle), x[:, 2].min() - other[:, 2].min()]
+    place = [apart * cos(angle), apart * sin(angle), x[:, 2].min() - other[:, 2].min()]
     return np.vstack([floor, other + place]), np.vstack([np.tile([0.0, 0, 1], (len(floor), 1)), other_normals])
 
 
@@ -1345,7 +1364,8 @@ def _scan(shapes: Shapes, i: int, variant: str, count: int, noise: float, rng: n
     cloud = [(shapes.points[k].double().numpy(), normals[k].double().numpy()) for k in (i, j)]
     angle = rng.uniform(0, 2 * np.pi) if "R" in variant.split("_")[-1] else 0.0
     (x, normals), (other, other_normals) = [[_turned(part, angle) for part in one] for one in cloud]
-    eye = 4 * np.array([np.cos(a := rng.uniform(0, 2 * np.pi)), np.sin(a), np.tan(rng.uniform(0.26, 0.87))])
+    around, up = rng.uniform(0, 2 * np.pi), rng.uniform(0.26, 0.87)
+    eye = 4 * np.array([cos(around), sin(around), sin(up) / cos(up)])
     mine, box_of = np.ones(len(x), bool), x
     if variant != "OBJ_ONLY":
         around, around_normals = _scene(x, normals, other, other_normals, rng)

@@ -8,10 +8,14 @@ __all__ = ['is_repeated', 'repeated_tokens', 'repeat_law', 'mixture_log_density'
 
 # %% ../../nbs/data/11_toys.ipynb #79c29260
 import math
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from .exact import cos, log
 
 # %% ../../nbs/data/11_toys.ipynb #afb8d53f
 def is_repeated(tokens: Int[Tensor, "b n"]) -> Bool[Tensor, "b n"]:
@@ -180,6 +184,25 @@ def _sizes(batch, sizes, per_set, generator, device):
     drawn = torch.randint(low, high + 1, (batch if per_set else 1,), generator=generator, device=device)
     return drawn.expand(batch)
 
+# %% ../../nbs/data/11_toys.ipynb #9a1de605
+def _components(share: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Components (b, n) of uniform numbers under Dirichlet(1) shares of others (b, k), and the shares' logarithms."""
+    weight = -log(1 - share)
+    total = np.cumsum(weight, -1)
+    labels = (which[..., None] * total[:, None, -1:] >= total[:, None, :-1]).sum(-1)
+    return labels, log(weight / total[:, -1:])
+
+
+def _normal(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray]:
+    """Normal numbers of two uniform ones."""
+    return (np.sqrt(-2 * log(1 - u)) * cos(2 * math.pi * v),)
+
+
+def _on_cpu(function: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """A function of arrays, for tensors of any device."""
+    found = function(*(tensor.cpu().numpy() for tensor in tensors))
+    return tuple(torch.from_numpy(array).to(tensors[0].device) for array in found)
+
 # %% ../../nbs/data/11_toys.ipynb #5dba14a4
 def mixtures(batch: int, components: int = 4, dims: int = 2, *, sizes: tuple[int, int] = (100, 500),
              per_set: bool = False, half_width: float = 4.0, scale: float = 0.3,
@@ -216,14 +239,16 @@ def mixtures(batch: int, components: int = 4, dims: int = 2, *, sizes: tuple[int
     device = generator.device if generator is not None else None
     count = _sizes(batch, sizes, per_set, generator, device)
     mask = torch.arange(int(count.max()), device=device) < count[:, None]
-    means = (2 * torch.rand(batch, components, dims, generator=generator, device=device, dtype=dtype) - 1) * half_width
-    shares = torch.empty(batch, components, device=device, dtype=dtype).exponential_(generator=generator)
-    log_weights = shares.log().log_softmax(-1)
-    labels = torch.multinomial(log_weights.exp(), mask.shape[1], replacement=True, generator=generator)
-    noise = torch.randn(*mask.shape, dims, generator=generator, device=device, dtype=dtype)
-    points = means.gather(1, labels[..., None].expand(-1, -1, dims)) + scale * noise
-    return {"points": points.masked_fill(~mask[..., None], 0.0), "mask": mask, "log_weights": log_weights,
-            "means": means, "scales": torch.full_like(means, scale), "labels": labels.masked_fill(~mask, -1)}
+    shapes = (batch, components, dims), (batch, components), mask.shape, (2, *mask.shape, dims)
+    drawn = (torch.rand(shape, generator=generator, device=device, dtype=torch.float64) for shape in shapes)
+    where, share, which, noise = drawn
+    means = (2 * where - 1) * half_width
+    labels, log_weights = _on_cpu(_components, share, which)
+    points = means.gather(1, labels[..., None].expand(-1, -1, dims)) + scale * _on_cpu(_normal, *noise)[0]
+    real = {"points": points.masked_fill(~mask[..., None], 0.0), "log_weights": log_weights, "means": means,
+            "scales": torch.full_like(means, scale)}
+    whole = {"mask": mask, "labels": labels.masked_fill(~mask, -1)}
+    return {name: value.to(dtype) for name, value in real.items()} | whole
 
 # %% ../../nbs/data/11_toys.ipynb #62cc0114
 def oracle_arguments(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -217,6 +217,7 @@ def test_work_through_stops_at_an_error():
 
 def test_data_path(tmp_path, monkeypatch):
     monkeypatch.delenv("SPARSEATTN_DATA", raising=False)
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
     with pytest.raises(FileNotFoundError, match="SPARSEATTN_DATA"):
         data_path("trackml", "x.npz")
     (tmp_path / "trackml").mkdir()
@@ -230,3 +231,19 @@ def test_data_path(tmp_path, monkeypatch):
         data_path("no", "y.npz")
     with pytest.raises(ValueError, match="names"):
         data_path()
+
+
+def test_sets_that_were_built_are_found_after_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("SPARSEATTN_DATA", raising=False)
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
+    assert not have_data("kicad", "kicad.npz")
+    built, own = tmp_path / "cache/built/kicad/kicad.npz", tmp_path / "own/kicad/kicad.npz"
+    for file in (built, own):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert data_path("kicad", "kicad.npz") == built
+    monkeypatch.setenv("SPARSEATTN_DATA", str(tmp_path / "own"))
+    assert data_path("kicad", "kicad.npz") == own
+    own.unlink()
+    assert data_path("kicad", "kicad.npz") == built
+    assert not have_data("kicad", "kicad.npz", root=tmp_path / "own")  # an argument is the only place then

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import struct
 import zipfile
@@ -529,6 +530,32 @@ def test_pairs_of_manpages(tmp_path):
     for side in (0, 1):  # neither page alone says anything, up to pairs that could not be dealt
         counts = [np.bincount(pairs[labels == y, side], minlength=80) for y in (0, 1)]
         assert np.abs(counts[0] - counts[1]).sum() <= 0.1 * len(pairs)
+
+
+def test_labels_of_pairs_that_cannot_all_be_dealt():
+    """Small graphs leave no complete deal: what is still linked goes, and what stays has the right label."""
+    rng, counts = np.random.default_rng(0), set()
+    for seed in range(60):
+        size = int(rng.integers(3, 7))
+        links = np.array([pair for pair in itertools.combinations(range(size), 2) if rng.random() < 0.6] or [(0, 1)])
+        same = np.full(size, "a")
+        arrays = {"links": links, "part": np.zeros(size, np.int8), "package": same, "section": same}
+        pairs, labels = S.manpage_pairs(arrays, 0, seed=seed)
+        known = {frozenset(pair) for pair in links.tolist()}
+        assert labels.sum() * 2 == len(labels) and (pairs[:, 0] != pairs[:, 1]).all()
+        assert [frozenset(pair) in known for pair in pairs.tolist()] == labels.astype(bool).tolist()
+        counts.add(len(labels) == 2 * len(links))
+    assert counts == {True, False}  # both kinds occurred
+
+
+def test_order_of_a_graph_without_one_answer():
+    """A ring has a plane of second eigenvectors; the order still follows the ring, and its parts are connected."""
+    size = 40
+    ring = np.roll(np.eye(size, dtype=bool), 1, 1)
+    order = S._along(ring | ring.T)
+    place = np.argsort(order)
+    assert sorted(order.tolist()) == list(range(size))
+    assert np.abs(place - np.roll(place, 1)).max() <= 3  # neighbours stay near: two strands, side by side
 
 
 def test_retrieval_from_manpages(tmp_path):

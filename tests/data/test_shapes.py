@@ -502,6 +502,43 @@ def test_real_modelnet10_has_the_official_counts():
     assert test.labels.bincount().tolist() == [50, 100, 100, 86, 86, 100, 86, 100, 100, 100]
 
 
+def test_compact_modelnet40(tmp_path):
+    rng = np.random.default_rng(0)
+    q = rng.integers(0, 256, (4, 3, 16))                                           # 0 and 255: differences wrap around
+    q[:, 0, :2] = [0, 255]
+    (tmp_path / "modelnet40").mkdir()
+    facts = dict(label=np.array([0, 1, 1, 0]), is_test=np.array([False, False, True, False]), number=np.arange(4),
+                 class_names=np.array(["airplane", "night_stand"]))
+    path = tmp_path / "modelnet40" / "modelnet40_1024_u8.npz"
+    np.savez(path, delta=np.diff(q, axis=2, prepend=0).astype(np.uint8), **facts)
+    train, test = (S.load_shapes("modelnet40", root=tmp_path, points=16, split=split) for split in ("train", "test"))
+    assert train.ids == ("airplane_0000", "night_stand_0001", "airplane_0003") and test.ids == ("night_stand_0002",)
+    assert "8 bits" in train.source and "modelnet40" in S.shape_sets(tmp_path)
+    x = unit(q.swapaxes(1, 2) / 127.5 - 1)
+    for found, wanted in zip(torch.cat([train.points, test.points]), x[[0, 1, 3, 2]], strict=True):
+        assert np.allclose(*(np.array(sorted(cloud.tolist())) for cloud in (found, wanted)), atol=1e-5)
+        assert not np.allclose(found, wanted, atol=1e-3)                                         # another order
+    again = S.load_shapes("modelnet40", root=tmp_path, points=5)
+    assert torch.allclose(S.first_points(train, 5).points, again.points, atol=1e-6)  # of the same order
+    with pytest.raises(ValueError, match="points"):
+        S.load_shapes("modelnet40", root=tmp_path, points=17)
+    np.savez(path, **facts)
+    with pytest.raises(ValueError, match="delta"):
+        S.load_shapes("modelnet40", root=tmp_path)
+
+
+@pytest.mark.skipif(not have_data("modelnet40", "modelnet40_1024_u8.npz"), reason="needs the compact ModelNet40")
+def test_real_modelnet40_has_the_official_counts():
+    train, test = (S.load_shapes("modelnet40", points=64, split=split) for split in ("train", "test"))
+    assert len(train) == 9843 and len(test) == 2468 and len(train.classes) == 40
+    named = {name: k for k, name in enumerate(train.classes)}
+    for name, counts in {"airplane": (626, 100), "chair": (889, 100), "xbox": (103, 20)}.items():
+        assert tuple(int((part.labels == named[name]).sum()) for part in (train, test)) == counts
+    assert all(one.rsplit("_", 1)[0] == train.classes[k] for one, k in zip(train.ids, train.labels, strict=True))
+    spread = train.points.std(1).mean(0)
+    assert (spread > 0.2).all()                     # the first 64 points of a space-filling curve are one corner
+
+
 # Descriptions, corruption
 
 def test_descriptions_know_no_order():

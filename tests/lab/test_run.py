@@ -11,8 +11,19 @@ import pytest
 import torch
 
 from sparseattn.lab import claims, run
+from sparseattn.lab.decide import Experiment
 from sparseattn.lab.report import panels
-from sparseattn.lab.run import notebook_hash, pick, repo_root, sources_hash, start, unknown_parameters, write_json
+from sparseattn.lab.run import (
+    code_hashes,
+    notebook_hash,
+    pick,
+    repo_root,
+    sources_hash,
+    start,
+    unknown_parameters,
+    workflow_graph,
+    write_json,
+)
 
 matplotlib.use("Agg")
 pd = pytest.importorskip("pandas")
@@ -104,6 +115,30 @@ def test_start_refuses(root, monkeypatch):
     assert not (root / "build").exists()
 
 
+@pytest.mark.parametrize("scale", ["gpu", "paper"])
+def test_a_scale_that_needs_a_gpu_refuses_to_run_without(root, monkeypatch, scale):
+    monkeypatch.delenv("SPARSEATTN_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"scale {scale} needs a CUDA device; .* SPARSEATTN_DEVICE=cpu"):
+        start("30_one", scale)
+    with pytest.raises(ValueError, match="device cuda needs a CUDA device"):
+        start("30_one", "cpu", device="cuda")
+    assert not (root / "build").exists()
+    assert start("30_one", scale, device="cpu").device.type == "cpu"
+    monkeypatch.setenv("SPARSEATTN_DEVICE", "cpu")
+    rehearsal = start("30_one", scale)
+    rehearsal.finish()
+    found = json.loads((rehearsal.folder / "run.json").read_text())
+    assert found["scale"] == scale and found["device"].startswith("cpu") and "device" not in found["parameters"]
+
+
+def test_a_scale_that_needs_a_gpu_gets_it(root, monkeypatch):
+    monkeypatch.delenv("SPARSEATTN_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [run.run_device(scale).type for scale in run.SCALES] == ["cpu", "cpu", "cuda", "cuda"]
+    assert run.run_device("cpu", "cuda:1") == torch.device("cuda", 1)
+
+
 # --- a run
 
 
@@ -136,9 +171,12 @@ def test_run_writes_everything_down(root):
     opened.claim("X-1", **FACTS)
     opened.reproduce("X-2", where="", statement="", paper=1.0, ours=1.0, tolerance=0.1, expect="reproduced")
     opened.not_attempted("X-3", where="", statement="", kind="order", reason="later")
+    made = Experiment({"a": [1.0, 2.0], "b": [0.0, 3.0]}, decided_by="statistics")
+    opened.decide("X-4", where="", statement="", paper=0.5, tolerance=0.1, experiment=made, origin="stated")
     opened.finish()
     recorded = claims.read(opened.folder / "claims.csv")
-    assert [c.verdict for c in recorded] == ["holds", "reproduced", "not attempted"]
+    assert [c.verdict for c in recorded] == ["holds", "reproduced", "not attempted", "undecided"]
+    assert [(c.origin, c.decided) for c in recorded][2:] == [("", ""), ("stated", "statistics")]
     assert {c.paper for c in recorded} == {"HEPT"}
     found = json.loads((opened.folder / "run.json").read_text())
     names = {"claims.csv", "figure.png", "table.csv", "table.md"}
@@ -148,7 +186,9 @@ def test_run_writes_everything_down(root):
     assert found["data"] == ["events", "more"] and found["parameters"] == dict(width=8, scale="cpu")
     assert (found["notebook"], found["scale"], found["seed"]) == ("nbs/hept/30_one.ipynb", "cpu", 5)
     assert found["notebook_sha256"] == notebook_hash(root / "nbs/hept/30_one.ipynb")
-    assert {"python", "torch", "numpy"} <= set(found["versions"]) and found["commit"]
+    assert {"python", "torch", "numpy"} <= set(found["versions"]) and found["commit"] and found["describe"]
+    assert found["kernels"].keys() == {"C compiler", "processor"}
+    assert found["sources"] == {}  # the package in use is not the one in this folder
 
 
 def test_the_folder_names_the_paper(root):
@@ -196,6 +236,23 @@ def test_claims_know_the_scale_of_the_run(root):
 
 
 # --- hashes and files
+
+
+def test_code_hashes_are_those_of_the_workflow():
+    root = repo_root(run.__file__)
+    page = root / "nbs/hept/34_tracking.ipynb"
+    hashes = code_hashes(root, page)
+    assert {"nbs/hept/34_tracking.ipynb", "sparseattn/lab/run.py", "sparseattn/hept/attention.py"} <= hashes.keys()
+    found = hashlib.sha256((root / "sparseattn/hept/attention.py").read_bytes()).hexdigest()
+    assert hashes["sparseattn/hept/attention.py"] == found
+    graph = workflow_graph(root)
+    assert hashes == graph.sources(root, graph.read_notebook(root, page.relative_to(root)), graph.Imports(root))
+
+
+def test_hashes_of_another_folders_files_are_not_taken(root):
+    (root / "workflow").mkdir()
+    (root / "workflow/graph.py").write_text("raise RuntimeError('not this one')")
+    assert workflow_graph(root) is None and code_hashes(root, root / "nbs/hept/30_one.ipynb") == {}
 
 
 def test_notebook_hash_sees_sources_alone(root):

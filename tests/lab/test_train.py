@@ -2,20 +2,24 @@
 
 import collections
 import dataclasses
+import errno
 import itertools
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from sparseattn.lab import train as T
-from sparseattn.lab.train import Fitted, Optimiser, Schedule, fit, to_device
+from sparseattn.lab.train import Fitted, Optimiser, Paused, Schedule, fit, to_device
 
 POINTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 
@@ -46,11 +50,10 @@ KEEP = dict(optimiser=Optimiser(lr=1e-2, clip=1.0), validate=validate, mode="min
 
 
 def equal(a: Fitted, b: Fitted):
-    assert [{k: v for k, v in r.items() if k != "seconds"} for r in a.history] == [
-        {k: v for k, v in r.items() if k != "seconds"} for r in b.history
-    ]
+    rows = [[{k: v for k, v in row.items() if "seconds" not in k} for row in fitted.history] for fitted in (a, b)]
+    assert rows[0] == rows[1]
     assert (a.best_epoch, a.best_score) == (b.best_epoch, b.best_score)
-    for left, right in ((a.model.state_dict(), b.model.state_dict()), (a.best, b.best)):
+    for left, right in ((a.model.state_dict(), b.model.state_dict()), (a.best or {}, b.best or {})):
         assert left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
@@ -164,19 +167,57 @@ def test_crash_while_writing_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     fit(network(), batches, loss, epochs=2, checkpoint_dir=tmp_path, **KEEP)
     before = (tmp_path / "checkpoint.pt").read_bytes()
 
-    def half(content, file):
-        file.write(b"half")
-        raise OSError("disk full")
+    def fails(number):
+        raise OSError(errno.EIO, "no such disk")
 
-    monkeypatch.setattr(T.torch, "save", half)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(T.os, "fsync", fails)
+    with pytest.raises(OSError, match="no such disk"):
         fit(network(), batches, loss, epochs=3, checkpoint_dir=tmp_path, **KEEP)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_full_disk_is_one_sentence_and_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    fit(network(), batches, loss, epochs=2, checkpoint_dir=tmp_path, **KEEP)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+
+    def full(number):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(T.os, "fsync", full)
+        with pytest.raises(OSError, match="checkpoint .*checkpoint.pt is not written: the disk is full"):
+            fit(network(), batches, loss, epochs=3, checkpoint_dir=tmp_path, **KEEP)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+    straight = fit(network(), batches, loss, epochs=3, **KEEP)
+    equal(straight, fit(network(), batches, loss, epochs=3, checkpoint_dir=tmp_path, **KEEP))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system that holds one checkpoint and not two."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        pytest.skip("only root mounts a file system")
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip("no tmpfs can be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_full_disk_for_real(small_disk):
+    fit(network(), batches, loss, epochs=2, checkpoint_dir=small_disk, **KEEP)
+    before = (small_disk / "checkpoint.pt").read_bytes()
+    (small_disk / "other").write_bytes(bytes(4096 * ((65536 - len(before)) // 4096 - 1)))
+    with pytest.raises(OSError, match="disk is full"):
+        fit(network(), batches, loss, epochs=3, checkpoint_dir=small_disk, **KEEP)
+    assert (small_disk / "checkpoint.pt").read_bytes() == before and len(list(small_disk.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
+        (dict(precision="bfloat16"), "precision was 'float32', is 'bfloat16'"),
+        (dict(schedule=Schedule("plateau", patience=3)), "schedule"),
         (dict(seed=1), "seed was 0, is 1"),
         (dict(optimiser=Optimiser(lr=1.0)), "other settings"),
         (dict(mode="max"), "mode"),
@@ -216,6 +257,49 @@ def test_non_finite_loss_names_the_step(bad):
         fit(network(), batches, lambda m, b, g: loss(m, b, g) * (bad if next(count) == 7 else 1.0), epochs=2)
 
 
+def bad_from(at, bad=float("nan")):
+    count = itertools.count()
+    return lambda m, b, g: loss(m, b, g) * (bad if next(count) == at else 1.0)
+
+
+@pytest.mark.parametrize(
+    "at, where",
+    [
+        (5, r"between step 4 and step 5 \(epoch 0, batch 5\)"),  # the end of an epoch of 6
+        (6, r"between step 6 and step 9 \(epoch 1, batch 3\)"),
+        (11, r"between step 10 and step 11 \(epoch 1, batch 5\)"),
+    ],
+)
+def test_rare_looks_name_the_steps_between(tmp_path, at, where):
+    keep = dict(look_every=4, epochs=4, checkpoint_dir=tmp_path)
+    with pytest.raises(FloatingPointError, match=where):
+        fit(network(), batches, bad_from(at), **keep)
+    if at < 6:
+        assert not list(tmp_path.iterdir())
+    else:  # the checkpoint is that of the first epoch
+        kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        assert kept["epoch"] == 1 and all(torch.isfinite(x).all() for x in kept["model"].values())
+        equal(fit(network(), batches, loss, epochs=4), fit(network(), batches, loss, **keep))
+
+
+def test_rare_looks_change_no_number():
+    straight = fit(network(), batches, loss, epochs=3, **KEEP)
+    equal(straight, fit(network(), batches, loss, epochs=3, look_every=7, **KEEP))
+
+
+def test_a_look_comes_before_each_checkpoint(tmp_path):
+    """A step whose loss is finite and whose gradient is not, without clipping: only the weights show it."""
+    count = itertools.count(1)
+
+    def steep(model, batch, generator):
+        flat = (0 * model(batch["x"]).abs().sum()).sqrt()  # 0, with a slope of 0 times infinity
+        return loss(model, batch, generator) + (flat if next(count) == 12 else 0)
+
+    with pytest.raises(FloatingPointError, match="weights are not finite after step 11"):
+        fit(network(), batches, steep, epochs=4, checkpoint_dir=tmp_path)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
+
+
 def test_non_finite_gradient_names_the_step():
     with pytest.raises(FloatingPointError, match="gradient norm is .* at step 0"):
         fit(
@@ -227,6 +311,206 @@ def test_non_finite_gradient_names_the_step():
         )
 
 
+def paused_and_resumed(folder, every=4, **settings):
+    """Started again and again, paused after each `every` steps, until the run is done; the number of starts."""
+    for starts in itertools.count(1):
+        asked = map(every.__eq__, itertools.count(1))
+        try:
+            return starts, fit(network(), batches, loss, checkpoint_dir=folder, stop=asked.__next__, **settings)
+        except Paused as pause:
+            assert pause.step == every * starts and str(pause) == f"paused after step {pause.step}"
+
+
+NEW = [
+    dict(epochs=3),
+    dict(epochs=3, save_every_seconds=0.0),
+    dict(epochs=3, precision="bfloat16"),
+    dict(epochs=3, precision="tf32"),
+    dict(epochs=3, look_every=5),
+    dict(steps=17, schedule=Schedule("cosine", warmup=5)),
+    dict(steps=18, schedule=Schedule("cosine")),
+    dict(steps=18, schedule=Schedule(warmup=7)),
+]
+
+
+@pytest.mark.parametrize("settings", NEW, ids=str)
+def test_paused_and_resumed_is_bitwise_equal(tmp_path, settings):
+    straight = fit(network(), batches, loss, **KEEP | settings)
+    starts, fitted = paused_and_resumed(tmp_path, **KEEP | settings)
+    assert starts == (settings.get("steps", 18) - 1) // 4 + 1
+    equal(straight, fitted)
+
+
+@pytest.mark.parametrize("settings", NEW, ids=str)
+@pytest.mark.parametrize("at", [3, 6, 8, 16])
+def test_failed_and_resumed_is_bitwise_equal(tmp_path, settings, at):
+    """The loss raises at its call number `at`, without a checkpoint of that moment."""
+    calls = itertools.count(1)
+
+    def failing(model, batch, generator):
+        if next(calls) == at:
+            raise InterruptedError
+        return loss(model, batch, generator)
+
+    with pytest.raises(InterruptedError):
+        fit(network(), batches, failing, checkpoint_dir=tmp_path, **KEEP | settings)
+    if "save_every_seconds" in settings:
+        assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == at - 1
+    resumed = fit(network(), batches, loss, checkpoint_dir=tmp_path, **KEEP | settings)
+    equal(fit(network(), batches, loss, **KEEP | settings), resumed)
+
+
+def test_stop_without_a_checkpoint_and_at_the_end():
+    with pytest.raises(Paused):
+        fit(network(), batches, loss, epochs=2, stop=lambda: True)
+    fitted = fit(network(), batches, loss, steps=1, stop=lambda: True)  # done: there is nothing to pause
+    assert fitted.stopped == "steps" and len(fitted.history) == 1
+
+
+def test_ctrl_c_at_the_last_of_some_steps(tmp_path):
+    calls = itertools.count(1)
+
+    def interrupted(model, batch, generator):
+        if next(calls) == 8:
+            signal.raise_signal(signal.SIGINT)
+        return loss(model, batch, generator)
+
+    with pytest.raises(KeyboardInterrupt, match="step 8"):
+        fit(network(), batches, interrupted, steps=8, checkpoint_dir=tmp_path, **KEEP)
+    fitted = fit(network(), batches, interrupted, steps=8, checkpoint_dir=tmp_path, **KEEP)
+    equal(fit(network(), batches, loss, steps=8, **KEEP), fitted)
+
+
+def test_checkpoint_without_a_precision_is_refused(tmp_path):
+    fit(network(), batches, loss, epochs=1, checkpoint_dir=tmp_path, **KEEP)
+    content = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    del content["settings"]["precision"]
+    torch.save(content, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="precision was None, is 'float32'"):
+        fit(network(), batches, loss, epochs=2, checkpoint_dir=tmp_path, **KEEP)
+
+
+@pytest.mark.parametrize("precision, inside", [("float32", "highest"), ("tf32", "high"), ("bfloat16", "highest")])
+def test_precision_holds_during_the_run_only(precision, inside):
+    before, seen = torch.get_float32_matmul_precision(), set()
+
+    def looking(model, batch, generator):
+        seen.add((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), model(batch["x"]).dtype))
+        return loss(model, batch, generator)
+
+    model = network()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        fit(model, batches, looking, epochs=1, precision=precision)
+        assert torch.get_float32_matmul_precision() == "medium"
+        with pytest.raises(FloatingPointError):
+            fit(model, batches, bad_from(2), epochs=1, precision=precision)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    low = precision == "bfloat16"
+    assert seen == {(inside, low, torch.bfloat16 if low else torch.float32)}
+    assert all(x.dtype == torch.float32 for x in model.parameters()) and not torch.is_autocast_enabled("cpu")
+
+
+def test_lr_by_step():
+    seen = []
+
+    def looking(model, batch, generator):
+        seen.append(optimiser.rates())
+        return loss(model, batch, generator)
+
+    class Watched(Optimiser):
+        def build(self, parameters):
+            built = super().build(parameters)
+            object.__setattr__(self, "rates", lambda: built.param_groups[0]["lr"])
+            return built
+
+    optimiser = Watched("sgd", lr=2.0, betas=(0.0, 0.0))
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    fitted = fit(model, batches, looking, steps=10, optimiser=optimiser, schedule=Schedule("cosine", warmup=4))
+    half = [1 + math.cos(math.pi * s / 6) for s in range(6)]
+    assert seen == pytest.approx([0.5, 1.0, 1.5, 2.0] + half)
+    assert [row["lr"] for row in fitted.history] == pytest.approx([half[2], 0.0])
+
+
+def test_clocks_count_all_sessions(tmp_path):
+    def busy(model, batch, generator):
+        begin = time.process_time()
+        while time.process_time() - begin < 0.01:
+            pass
+        return loss(model, batch, generator)
+
+    first = fit(network(), batches, busy, epochs=1, checkpoint_dir=tmp_path)
+    second = fit(network(), batches, busy, epochs=2, checkpoint_dir=tmp_path)
+    assert first.cpu_seconds >= 0.06 and second.cpu_seconds >= first.cpu_seconds + 0.06 and second.seconds >= 0.12
+    times = [row["cpu_seconds"] for row in second.history]
+    assert 0.06 <= times[0] <= first.cpu_seconds and times[0] + 0.06 <= times[1] <= second.cpu_seconds
+
+
+def test_batches_made_ahead_by_one_thread():
+    made, threads = [], set()
+
+    def source():
+        for number in range(6):
+            made.append(number)
+            threads.add(threading.current_thread())
+            yield number
+
+    seen = []
+    for batch in T._ahead(source(), lambda number: -number):
+        seen.append(batch)
+        assert len(made) <= len(seen) + 1
+    assert seen == [0, -1, -2, -3, -4, -5] and len(threads) == 1 and threading.current_thread() not in threads
+
+
+def test_error_while_making_batches_ahead_is_raised_in_its_place():
+    def source():
+        yield 1
+        raise KeyError("lost")
+
+    ahead = T._ahead(source(), lambda number: number)
+    assert next(ahead) == 1
+    with pytest.raises(KeyError, match="lost"):
+        next(ahead)
+
+
+def test_thread_ends_when_batches_are_given_up():
+    before = threading.active_count()
+    ahead = T._ahead(itertools.count(), lambda number: number)
+    next(ahead)
+    ahead.close()
+    for _ in range(100):
+        if threading.active_count() == before:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the thread still runs")
+
+
+def test_fit_with_batches_made_ahead(monkeypatch, tmp_path):
+    """The path of a GPU, but for the device: the same numbers, also when interrupted and when the generator fails."""
+    straight = fit(network(), batches, loss, epochs=3, **KEEP)
+    monkeypatch.setattr(T, "_on_device", lambda source, device: T._ahead(source, lambda batch: batch))
+    equal(straight, fit(network(), batches, loss, epochs=3, **KEEP))
+    calls = itertools.count(1)
+
+    def interrupted(model, batch, generator):
+        if next(calls) == 8:
+            signal.raise_signal(signal.SIGINT)
+        return loss(model, batch, generator)
+
+    with pytest.raises(KeyboardInterrupt, match="step 8"):
+        fit(network(), batches, interrupted, epochs=3, checkpoint_dir=tmp_path, **KEEP)
+    equal(straight, fit(network(), batches, interrupted, epochs=3, checkpoint_dir=tmp_path, **KEEP))
+
+    def failing(epoch):
+        yield from batches(epoch)[:4]
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        fit(network(), failing, loss, epochs=3, **KEEP)
+
+
 def test_budget_steps_and_history(tmp_path):
     fitted = fit(network(), batches, loss, epochs=50, max_seconds=0.0, checkpoint_dir=tmp_path, **KEEP)
     assert fitted.stopped == "max_seconds" and len(fitted.history) == 1 and fitted.history[0]["seconds"] > 0
@@ -234,7 +518,7 @@ def test_budget_steps_and_history(tmp_path):
     assert more.stopped == "max_seconds" and len(more.history) == 1  # the budget counts all sessions
     fitted = fit(network(), batches, loss, steps=8, **KEEP)
     assert fitted.stopped == "steps" and [r["step"] for r in fitted.history] == [6, 8]
-    assert list(fitted.history[0]) == ["epoch", "step", "loss", "lr", "seconds", "error", "other"]
+    assert list(fitted.history[0]) == ["epoch", "step", "loss", "lr", "seconds", "cpu_seconds", "error", "other"]
 
 
 def test_best_weights_are_kept():
@@ -274,7 +558,12 @@ def test_global_generator_is_given_back_and_seed_matters():
         (dict(optimiser=Optimiser("adamax")), "optimiser"),
         (dict(schedule=Schedule("linear")), "schedule"),
         (dict(schedule=Schedule("plateau")), "plateau"),
-        (dict(epochs=None, steps=3, schedule=Schedule("cosine")), "cosine"),
+        (dict(schedule=Schedule("cosine", warmup=2)), "warmup needs steps"),
+        (dict(epochs=None, steps=9, schedule=Schedule("step", warmup=2)), "warmup needs steps"),
+        (dict(epochs=None, steps=3, schedule=Schedule("cosine", warmup=3)), "less than steps"),
+        (dict(epochs=None, steps=3, schedule=Schedule("cosine", warmup=-1)), "at least 0"),
+        (dict(precision="float16"), "precision"),
+        (dict(look_every=0), "look_every"),
         (dict(validate=validate, metric="accuracy"), "metric"),
         (dict(every=0), "every"),
     ],

@@ -1,0 +1,160 @@
+"""The command that trains: plans, budgets, kills, two at once."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sparseattn.lab.measure import REUSE
+from sparseattn.lab.study import without_clocks
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def clone(tmp_path):
+    (tmp_path / "settings.ini").touch()
+    return tmp_path
+
+
+def start(clone, *arguments, **environment):
+    env = os.environ | {"SPARSEATTN_STUDIES": str(HERE / "studies"), "OMP_NUM_THREADS": "1"} | environment
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), env.get("PYTHONPATH", "")])
+    return subprocess.Popen([sys.executable, "-m", "sparseattn.studies", *arguments], cwd=clone, env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def call(clone, *arguments, **environment):
+    process = start(clone, *arguments, **environment)
+    text = process.communicate(timeout=300)[0]
+    return process.returncode, text
+
+
+def records(clone, scale="cpu"):
+    found = sorted((clone / f"figures/toy/runs/{scale}").glob("*.json"))
+    return {path.stem: json.loads(path.read_text()) for path in found}
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["nobody"], "there is no study 'nobody'; choose of:"),
+    (["toy", "--scale", "huge"], "invalid choice: 'huge'"),
+    (["toy", "--rows", "nobody"], "there is no 'nobody'"),
+    (["toy", "--seeds", "one"], "whole numbers"),
+    (["toy", "--seeds", "9"], "there is no 9"),
+    (["toy", "--budget", "-1"], "positive number of minutes"),
+    (["toy", "--unit", "nobody"], "there is no unit 'nobody'"),
+])
+def test_wrong_arguments_are_named(clone, arguments, message):
+    status, text = call(clone, *arguments)
+    assert status == 2 and message in text and "Traceback" not in text
+
+
+def test_a_gpu_scale_without_a_gpu_says_so(clone):
+    import torch
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    status, text = call(clone, "toy", "--scale", "gpu")
+    assert status == 2 and "needs a CUDA device" in text
+
+
+def test_the_plan(clone):
+    status, text = call(clone, "toy", "--dry-run")
+    assert status == 0 and "9 units, 9 to train" in text and not records(clone)
+    status, text = call(clone, "toy", "--scale", "gpu", "--units", "build/plan.json")
+    plan = {line["unit"]: line for line in json.loads((clone / "build/plan.json").read_text())}
+    needs = [f"figures/toy/runs/gpu/linear-rate-{rate}.json" for rate in ("0.1", "0.01")]
+    assert status == 0 and plan["linear-0"]["needs"] == needs
+    assert plan["linear-0"]["gpu"] and not plan["majority-0"]["gpu"]
+    assert plan["linear-0"]["record"] == "figures/toy/runs/gpu/linear-0.json" and not plan["linear-0"]["made"]
+    assert plan["linear-0"]["environment"].keys() == REUSE.keys()
+
+
+def test_the_plan_knows_records_and_names_damaged_ones(clone):
+    assert call(clone, "toy", "--rows", "majority")[0] == 0
+    assert call(clone, "toy", "--units", "plan.json")[0] == 0
+    made = {line["unit"]: line["made"] for line in json.loads((clone / "plan.json").read_text())}
+    assert made["majority-0"] == records(clone)["majority-0"]["finished"][:10] and not made["linear-0"]
+    record = clone / "figures/toy/runs/cpu/majority-0.json"
+    record.write_text(record.read_text()[:-20])
+    status, text = call(clone, "toy", "--units", "plan.json")
+    assert status == 2 and "majority-0.json: not a whole record" in text and "Traceback" not in text
+
+
+def test_everything_then_nothing(clone):
+    status, text = call(clone, "toy", "--jobs", "2")
+    assert status == 0 and len(records(clone)) == 9, text
+    before = {p: p.stat().st_mtime_ns for p in (clone / "figures/toy/runs/cpu").iterdir()}
+    assert call(clone, "toy")[0] == 0
+    assert before == {p: p.stat().st_mtime_ns for p in (clone / "figures/toy/runs/cpu").iterdir()}
+
+
+def test_missing_data_leave_units_out_with_one_line(clone):
+    status, text = call(clone, "toy", TOY_MISSING="the toy box is empty")
+    assert status == 0 and text.count("the toy box is empty") == 1 and not records(clone)
+
+
+def test_a_unit_that_fails_is_told_and_the_others_go_on(clone):
+    status, text = call(clone, "toy", "--seeds", "0", TOY_FAILS="1")
+    assert status == 1 and "the toy was told to fail" in text and "failed:" in text
+    assert list(records(clone)) == ["majority-0"]
+
+
+def test_a_budget_stops_and_the_next_call_goes_on(clone):
+    rows = ("toy", "--rows", "linear", "--seeds", "0")
+    status, text = call(clone, *rows, "--jobs", "1", "--budget", "0.2", TOY_SECONDS="0.3")
+    assert status == 75 and "run it again to go on" in text, text
+    assert call(clone, *rows)[0] == 0
+    assert "linear-0" in records(clone)
+
+
+def test_two_commands_train_every_unit_once(clone):
+    both = [start(clone, "toy", "--rows", "linear", "--seeds", "0", TOY_SECONDS="0.02") for _ in range(2)]
+    text = [process.communicate(timeout=300)[0] for process in both]
+    assert {process.returncode for process in both} <= {0, 75} and len(records(clone)) == 3, text
+    logs = [p.read_text() for p in clone.rglob("log.txt")]
+    assert not any("Traceback" in log for log in logs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves(clone, number):
+    process = start(clone, "toy", "--rows", "linear", "--seeds", "0", "--jobs", "1", TOY_SECONDS="0.05")
+    while not list(clone.rglob("checkpoint.pt")) and process.poll() is None:
+        time.sleep(0.2)
+    process.send_signal(number)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and "run it again to go on" in text and "Traceback" not in text, text
+
+
+def test_kill_at_random_moments_gives_the_same_record(clone, tmp_path):
+    """Ten kills, of the training process itself, at moments drawn with a fixed seed."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "settings.ini").touch()
+    for folder in (whole, clone):
+        for rate in ("0.1", "0.01"):
+            assert call(folder, "toy", "--unit", f"linear-rate-{rate}")[0] == 0
+    assert call(whole, "toy", "--unit", "linear-0")[0] == 0
+    moments = random.Random(0)
+    for _ in range(10):
+        process = start(clone, "toy", "--unit", "linear-0", TOY_SECONDS="0.1")
+        time.sleep(moments.uniform(1, 9))
+        process.kill()
+        process.wait()
+    assert call(clone, "toy", "--unit", "linear-0")[0] == 0
+    assert without_clocks(records(clone)["linear-0"]) == without_clocks(records(whole)["linear-0"])
+
+
+def test_it_works_without_jupyter(clone):
+    """A machine with a GPU may have torch, numpy, scipy, pandas and tqdm only."""
+    blocked = clone / "blocked"
+    absent = ("matplotlib", "seaborn", "IPython", "nbdev", "papermill", "sklearn", "joblib", "tabulate", "snakemake")
+    for name in absent:
+        (blocked / name).mkdir(parents=True)
+        (blocked / name / "__init__.py").write_text(f"raise ImportError('{name} is not there')")
+    status, text = call(clone, "toy", "--rows", "linear", "--seeds", "0", PYTHONPATH=str(blocked))
+    assert status == 0 and len(records(clone)) == 3, text

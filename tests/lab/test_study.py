@@ -1,0 +1,205 @@
+"""Units, records, digests: what a study promises."""
+
+import dataclasses
+import errno
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sparseattn.lab import run as lab_run
+from sparseattn.lab import study as S
+from sparseattn.lab.train import Paused
+
+spec = importlib.util.spec_from_file_location("toy_study", Path(__file__).parent / "studies/toy.py")
+toy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(toy)
+TOY = toy.STUDY
+
+
+def unit(tmp_path, name="linear-0", scale="smoke"):
+    return next(u for u in S.units(TOY, scale, root=tmp_path) if u.name == name)
+
+
+def ready(tmp_path, name="hidden-layer-0"):
+    """A unit whose probes have records."""
+    chosen = unit(tmp_path, name)
+    for probe in chosen.probes():
+        S.train(probe)
+    return chosen
+
+
+@pytest.mark.parametrize("values", [[True, False, True] * 7, [0.5, 0.25], np.arange(70_000, dtype=np.int32),
+                                    np.zeros((3, 0)), np.ones((2, 3), np.float64)])
+def test_pack_gives_back(values):
+    values = np.asarray(values)
+    back = S.unpack(json.loads(json.dumps(S.pack(values))))
+    assert back.shape == values.shape and (back == values).all()
+
+
+def test_pack_refuses_what_half_precision_cannot_hold():
+    for values in ([1e6], [np.nan]):
+        with pytest.raises(ValueError, match="finite"):
+            S.pack(values)
+
+
+def test_digest_sees_labels_and_structure_and_not_the_last_bits():
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    assert S.digest({"x": x, "y": [1]}) == S.digest({"y": [1], "x": x * (1 + 1e-7)})
+    different = [{"x": x, "y": [1]}, {"x": x, "y": [2]}, {"x": x.T, "y": [1]}, {"x": x * 1.01, "y": [1]}, {"x": x},
+                 [x, 1], {"x": x, "y": [True]}, {"x": x, "y": ["1"]}]
+    assert len({S.digest(d) for d in different}) == len(different)
+    with pytest.raises(TypeError, match="set"):
+        S.digest({1})
+
+
+def test_units_in_order_of_value(tmp_path):
+    names = [u.name for u in S.units(TOY, "cpu")]
+    assert names == ["majority-0", "linear-rate-0.1", "linear-rate-0.01", "linear-0", "hidden-layer-rate-0.1",
+                     "hidden-layer-rate-0.01", "hidden-layer-0", "linear-1", "hidden-layer-1"]
+    assert [u.name for u in S.units(TOY, "cpu", rows=["majority"])] == ["majority-0"]
+    assert len(S.units(TOY, "cpu", rows=["hidden layer"])) == len(S.units(TOY, "cpu", rows=["hidden-layer"])) == 4
+    assert [u.name for u in S.units(TOY, "cpu", rows=["linear"], seeds=[1])] == names[1:3] + ["linear-1"]
+
+
+@pytest.mark.parametrize("wrong", [dict(scale="large"), dict(rows=["nobody"]), dict(seeds=[7])])
+def test_unknown_names_are_named(wrong):
+    with pytest.raises(ValueError, match="choose of"):
+        S.units(TOY, **{"scale": "cpu"} | wrong)
+
+
+def test_two_rows_of_one_file_name():
+    study = dataclasses.replace(TOY, rows={"a b": {}, "a-b": {}})
+    with pytest.raises(ValueError, match="same file name"):
+        S.units(study, "cpu")
+
+
+def test_records_lie_where_they_are_committed(tmp_path):
+    assert unit(tmp_path, scale="cpu").place == "figures/toy/runs/cpu/linear-0.json"
+    assert unit(tmp_path).place == "build/smoke/studies/toy/runs/smoke/linear-0.json"
+
+
+def test_a_unit_needs_its_probes(tmp_path):
+    with pytest.raises(ValueError, match="learning rate is not chosen yet"):
+        S.train(unit(tmp_path))
+
+
+def test_rate_is_the_best_of_the_probes(tmp_path):
+    record = S.train(ready(tmp_path))
+    probes = {r["rate"]: r["best score"] for r in map(S.current, unit(tmp_path, "hidden-layer-0").probes())}
+    assert probes[record["rate"]] == max(probes.values())
+
+
+def test_a_record_tells_what_it_was_made_from(tmp_path):
+    record = S.train(ready(tmp_path))
+    assert record["setting"]["steps"] == record["steps"] == 12 and record["parameters"] == 34
+    assert record["data"]["sources"] == ["points on a line"] and len(record["code"]["sparseattn.lab.study"]) == 16
+    assert "torch" in record["versions"] and record["outcomes"]["test"]["shape"] == [100]
+    assert record["means"]["test"] == pytest.approx(S.unpack(record["outcomes"]["test"]).mean())
+    assert not (unit(tmp_path, "hidden-layer-0").folder / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("stops", [[0], [3], [4], [5], [1, 1, 1, 1]])
+def test_interruptions_change_nothing(tmp_path, stops):
+    whole = S.train(ready(tmp_path / "a"))
+    chosen = ready(tmp_path / "b")
+    for count in stops:
+        seen = iter(range(100))
+        with pytest.raises(Paused):
+            S.train(chosen, stop=lambda seen=seen, count=count: next(seen) >= count)
+    assert S.without_clocks(S.train(chosen)) == S.without_clocks(whole)
+
+
+def test_a_record_is_used_and_not_made_again(tmp_path):
+    first = S.train(unit(tmp_path, "majority-0"))
+    assert S.train(unit(tmp_path, "majority-0")) == first
+    made_again = S.train(unit(tmp_path, "majority-0"), retrain=True)
+    assert S.without_clocks(made_again) == S.without_clocks(first)
+
+
+def test_other_settings_void_a_record_and_another_row_does_not(tmp_path):
+    S.train(unit(tmp_path, "majority-0"))
+    def at(study):
+        return S.current(S.units(study, "smoke", root=tmp_path)[0])
+    assert at(dataclasses.replace(TOY, rows=TOY.rows | {"new": dict(hidden=2)}))
+    assert at(dataclasses.replace(TOY, settings=TOY.settings | {"seeds": (5,) * 5})) is not None
+    assert at(dataclasses.replace(TOY, settings=TOY.settings | {"clip": (2.0,) * 5})) is None
+    assert at(dataclasses.replace(TOY, rows={"majority": dict(floor=True, other=1)})) is None
+
+
+DAMAGES = [lambda t: t.replace('"seed": 0', '"seed": 1'), lambda t: t[:-40], lambda t: "", lambda t: "[]"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_record_is_refused(tmp_path, damage):
+    S.train(unit(tmp_path, "majority-0"))
+    path = unit(tmp_path, "majority-0").record
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match="majority-0.json.*(delete it, or restore it)"):
+        S.current(unit(tmp_path, "majority-0"))
+
+
+def test_two_processes_do_not_train_one_unit(tmp_path):
+    chosen = unit(tmp_path, "majority-0")
+    with S._lock(chosen), pytest.raises(S.Busy, match="another process"):
+        S.train(chosen)
+    assert S.train(chosen)["row"] == "majority"
+
+
+def test_a_full_disk_leaves_no_half_record(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lab_run.os, "replace", full)
+    with pytest.raises(OSError, match="space"):
+        S.train(unit(tmp_path, "majority-0"))
+    monkeypatch.undo()
+    assert S.current(unit(tmp_path, "majority-0")) is None
+    assert S.train(unit(tmp_path, "majority-0"))["row"] == "majority"
+
+
+def test_missing_data_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOY_MISSING", "the toy box is empty")
+    with pytest.raises(ValueError, match="majority-0: the toy box is empty"):
+        S.train(unit(tmp_path, "majority-0"))
+
+
+def test_outcomes_must_be_finite_and_some(tmp_path):
+    for bad in ([], [np.nan]):
+        study = dataclasses.replace(TOY, floor=lambda *_, bad=bad: {"test": np.array(bad, float)})
+        with pytest.raises(ValueError, match="outcomes of 'test'"):
+            S.train(S.units(study, "smoke", root=tmp_path)[0])
+
+
+def test_reading_at_larger_scales_trains_nothing(tmp_path):
+    found = S.records(TOY, "cpu", root=tmp_path)
+    assert not found.found and len(found.missing) == 9 and S.told(found) == "toy at cpu: no records yet"
+    S.train(unit(tmp_path, "majority-0", "cpu"))
+    found = S.records(TOY, "cpu", root=tmp_path)
+    assert found.rows() == found.floors() == ["majority"] and "1 records of" in S.told(found)
+    assert "linear-0" in S.told(found) and found.parts() == ["test"]
+
+
+def test_smoke_makes_all_records_now(tmp_path):
+    found = S.records(TOY, "smoke", root=tmp_path)
+    assert found.rows() == ["majority", "linear", "hidden layer"] and not found.missing and len(found.tried) == 4
+    assert list(found.outcomes("linear", "test")) == [0] and found.means("linear", "test")[0] <= 1
+    table = S.summary(found)
+    assert list(table["row"]) == found.rows() and (table["modules changed since"] == 0).all()
+
+
+def test_records_of_different_data_do_not_stand_in_one_table(tmp_path):
+    S.train(unit(tmp_path, "majority-0", "cpu"))
+    other = dataclasses.replace(TOY, data=lambda setting: toy.data(setting) | {"more": 1})
+    for u in S.units(other, "cpu", rows=["linear"], root=tmp_path)[:1]:
+        S.train(u)
+    with pytest.raises(ValueError, match="different data"):
+        S.records(TOY, "cpu", root=tmp_path)
+
+
+def test_settings_table_has_the_papers_column():
+    table = S.settings_table(TOY).set_index("setting")
+    assert table.loc["steps", "cpu"] == 60 and list(table.columns) == [*S.SCALES, "the paper"]

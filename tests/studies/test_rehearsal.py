@@ -1,0 +1,50 @@
+"""Every study at every scale with two steps: no branch is met first on a GPU."""
+
+import dataclasses
+import json
+
+import pytest
+from sparseattn import studies
+from sparseattn.lab import study as S
+
+LENGTHS = {"steps": 2, "epoch": 1, "probe": 1, "warm-up": 1}
+
+
+def rehearsal(study, scale):
+    """The study with the recipe of a scale, the data of smoke, and two steps."""
+    recipe, small = study.at(scale), study.at("smoke")
+    setting = small | {name: recipe[name] for name in S.RECIPE} | LENGTHS
+    return dataclasses.replace(study, settings={name: (value,) * 5 for name, value in setting.items()})
+
+
+@pytest.mark.parametrize("scale", S.SCALES)
+@pytest.mark.parametrize("name", studies.names())
+def test_two_steps_at_every_scale(name, scale, tmp_path, monkeypatch):
+    monkeypatch.delenv("SPARSEATTN_DATA", raising=False)
+    study = rehearsal(studies.find(name), scale)
+    trained = [row for row, options in study.rows.items() if not options.get("floor")]
+    for row in trained if scale == "paper" else trained[:1]:
+        for unit in S.units(study, scale, rows=[row], seeds=[0], root=tmp_path):
+            record = S.train(unit)
+            assert record["steps"] == record["setting"]["steps"] and S.current(unit) == record
+
+
+@pytest.mark.parametrize("name", studies.names())
+def test_what_a_study_says_of_itself(name):
+    study = studies.find(name)
+    assert study.name == name and study.title and not study.title.endswith(".")
+    assert any(options.get("floor") for options in study.rows.values()), "a study has floors"
+    for scale in S.SCALES:
+        json.dumps(study.at(scale))
+        assert study.at(scale)["steps"] >= study.at(scale)["probe"] > 0
+    for values in study.settings.values():
+        assert len(values) == len(S.SCALES) + 1
+    slow = [u.name for u in S.units(study, "cpu") if u.setting()["minutes"] > 45]
+    assert not slow, "a unit takes at most 45 minutes"
+    assert isinstance(study.missing(study.at("cpu")), str)
+
+
+def test_names_are_found():
+    with pytest.raises(ModuleNotFoundError):
+        studies.find("nobody")
+    assert all(isinstance(studies.find(name), S.Study) for name in studies.names())
