@@ -146,10 +146,10 @@ def build(one: DataSet, packages: Path | None, workers: int) -> None:
 
 
 def unpack(package: str, folder: Path, packages: Path | None, keep: str) -> None:
-    """Put a package's files into `folder`/<package>, as a link where the user has them unpacked."""
+    """Put a package's files into `folder`/<package>; what the user has unpacked gets a second name there."""
     given = sorted(packages.glob(f"{package}_*.deb")) if packages else []
     if packages and (packages / package).is_dir():
-        (folder / package).symlink_to((packages / package).resolve())
+        shutil.copytree(packages / package, folder / package, symlinks=True, copy_function=link_or_copy)
         return
     file = given[-1] if given else download(package, folder)
     if not shutil.which("dpkg-deb"):
@@ -162,6 +162,14 @@ def unpack(package: str, folder: Path, packages: Path | None, keep: str) -> None
         raise Missing(f"{file.name} cannot be unpacked: {done.stderr.strip() or 'damaged'}")
     if not given:
         file.unlink()
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A second name for a file, or its copy where the two folders are on different disks."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)
 
 
 GIVE = "--packages FOLDER"

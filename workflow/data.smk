@@ -27,4 +27,4 @@ for name, users in config["sets"].items():
             users=",".join(users),
         threads: workflow.cores
         shell:
-            "exec {PYTHON:q} {HERE:q}/data.py {params.name} --workers {threads} --users {params.users:q} --packages {PACKAGES:q}"
+            "exec {PYTHON:q} {HERE:q}/data.py {params.name} --workers {threads} --users={params.users:q} --packages={PACKAGES:q}"

@@ -1014,7 +1014,7 @@ def _modelnet_u8(path: Path, points: int, split: str) -> Shapes:
     rows = np.flatnonzero(a["is_test"] == (split == "test"))
     stored = a["delta"].shape[2]
     _fit(points, stored, "the compact ModelNet40")
-    order = np.random.default_rng(0).random((len(a["delta"]), stored))[rows].argsort(1)[:, :points]
+    order = np.random.default_rng(0).random((len(a["delta"]), stored))[rows].argsort(1, kind="stable")[:, :points]
     x = np.cumsum(a["delta"][rows], axis=2, dtype=np.uint8).swapaxes(1, 2)
     x = np.take_along_axis(x, order[..., None], 1).astype(np.float32) / 127.5 - 1
     ids = [f"{a['class_names'][label]}_{number:04d}" for label, number in zip(a["label"][rows], a["number"][rows], strict=True)]
