@@ -106,7 +106,7 @@ while step < 10:
         raise ArithmeticError("the loss is not finite")
     if what == "killed" and step == 3:
         os.kill(os.getpid(), 9)
-    time.sleep(0.5 if what == "slow" else 0.01)
+    time.sleep(1.0 if what == "slow" else 0.01)
     step += 1
     kept.write_text(str(step))
     print("step", step, flush=True)

@@ -1,5 +1,6 @@
 """The command that trains: plans, budgets, kills, two at once."""
 
+import importlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sparseattn.lab.command import main
 from sparseattn.lab.measure import REUSE
 from sparseattn.lab.study import without_clocks
 
@@ -49,9 +51,17 @@ def records(clone, scale="cpu"):
     (["toy", "--budget", "-1"], "positive number of minutes"),
     (["toy", "--unit", "nobody"], "there is no unit 'nobody'"),
 ])
-def test_wrong_arguments_are_named(clone, arguments, message):
-    status, text = call(clone, *arguments)
-    assert status == 2 and message in text and "Traceback" not in text
+def test_wrong_arguments_are_named(clone, monkeypatch, capsys, arguments, message):
+    monkeypatch.syspath_prepend(HERE / "studies")
+    monkeypatch.chdir(clone)
+    with pytest.raises(SystemExit) as ended:
+        main(["toy"], lambda name: importlib.import_module(name).STUDY, arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_exit_status_is_that_of_wrong_arguments(clone):
+    status, text = call(clone, "nobody")
+    assert status == 2 and "there is no study 'nobody'" in text and "Traceback" not in text
 
 
 def test_a_gpu_scale_without_a_gpu_says_so(clone):
