@@ -7,7 +7,7 @@ __all__ = ['SETS', 'Shapes', 'first_points', 'batches', 'Mesh', 'sample_surface'
            'held_out', 'pack_mesh', 'MeshSet', 'build_kicad', 'furniture_class', 'build_sweethome', 'load_meshes',
            'unit_sphere', 'material_role', 'read_h5', 'fixture_arrays', 'load_shapes', 'shape_sets', 'plot_shapes',
            'describe', 'nearest_class', 'visible_points', 'corrupt', 'rotate_up', 'rescale', 'shift', 'jitter',
-           'augment']
+           'augment', 'learning_parts', 'scaled_and_shifted', 'missing_shapes']
 
 # %% ../../nbs/data/12_shapes.ipynb #367eb259
 import dataclasses
@@ -1501,3 +1501,55 @@ def augment(batch: dict[str, Tensor], *, rotate: bool = True, scale: tuple[float
     points, normals = rescale(points, normals, low=scale[0], high=scale[1], generator=generator)
     points = jitter(shift(points, most=most, generator=generator), sd=sd, generator=generator)
     return batch | {"points": points} | ({} if normals is None else {"normals": normals})
+
+# %% ../../nbs/data/12_shapes.ipynb #9e41b6d2
+def learning_parts(name: str, *, validation: int, points: int = 1024, root: str | Path | None = None,
+                   seed: int = 62) -> dict:
+    """Training, validation and test part of a set; validation is drawn from the training part.
+
+    Args:
+        name, points, root: as of `load_shapes`.
+        validation: shapes of the validation part.
+        seed: of the draw of these shapes.
+
+    Returns:
+        "train", "val" and "test": points (N, n, 3) and labels (N,); "sources": the data in words; "_classes": names.
+
+    Raises:
+        FileNotFoundError: the files are not there.
+        ValueError: as `load_shapes`, or validation leaves no shape to train on.
+
+    Example:
+        >>> parts = learning_parts("fixture", validation=4, points=64)
+        >>> [len(parts[name][1]) for name in ("train", "val", "test")]
+        [39, 4, 12]
+    """
+    train, test = (load_shapes(name, root=root, points=points, split=split) for split in ("train", "test"))
+    if not 0 <= validation < len(train):
+        raise ValueError(f"validation: expected 0 to {len(train) - 1}, got {validation}")
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    held, rest = order[:validation], order[validation:]
+    return {"sources": [train.source.replace("train part", "split")], "_classes": train.classes,
+            "train": (train.points[rest], train.labels[rest]), "val": (train.points[held], train.labels[held]),
+            "test": (test.points, test.labels)}
+
+# %% ../../nbs/data/12_shapes.ipynb #b27f4c90
+def scaled_and_shifted(points: Float[Tensor, "b n 3"], generator: torch.Generator) -> Tensor:
+    """Each cloud scaled along each axis by 0.8 to 1.25, then moved by up to 0.1 along each: `rescale`, then `shift`.
+
+    Example:
+        >>> scaled_and_shifted(torch.ones(2, 5, 3), torch.Generator().manual_seed(0)).shape
+        torch.Size([2, 5, 3])
+    """
+    return shift(rescale(points, generator=generator)[0], generator=generator)
+
+
+def missing_shapes(name: str) -> str:
+    """Why a set cannot be loaded here, in one sentence; "" where it can.
+
+    Example:
+        >>> missing_shapes("fixture")
+        ''
+    """
+    there = name in shape_sets()
+    return "" if there else f"{name} needs its official files, in a folder that SPARSEATTN_DATA names"

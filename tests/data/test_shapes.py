@@ -616,6 +616,33 @@ def test_augment_leaves_the_rest_alone():
     assert "normals" not in S.augment(batch, generator=seeded())
 
 
+def test_parts_to_learn_from_are_disjoint_and_whole():
+    parts = S.learning_parts("fixture", validation=6, points=32)
+    clouds = {name: {tuple(cloud.flatten().tolist()) for cloud in parts[name][0]} for name in ("train", "val", "test")}
+    assert [len(clouds[name]) for name in clouds] == [37, 6, 12] and len(set.union(*clouds.values())) == 55
+    labels = torch.cat([parts["train"][1], parts["val"][1]])
+    assert torch.equal(labels.sort().values, S.load_shapes("fixture", points=32).labels.sort().values)
+    again, other = (S.learning_parts("fixture", validation=6, points=32, seed=seed) for seed in (62, 63))
+    assert torch.equal(again["val"][0], parts["val"][0]) and not torch.equal(other["val"][0], parts["val"][0])
+    assert "train part" not in parts["sources"][0]
+    with pytest.raises(ValueError, match="validation: expected 0 to 42, got 43"):
+        S.learning_parts("fixture", validation=43, points=32)
+
+
+def test_missing_shapes_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARSEATTN_DATA", str(tmp_path))
+    assert S.missing_shapes("fixture") == "" and "modelnet40 needs" in S.missing_shapes("modelnet40")
+
+
+def test_scaled_and_shifted_moves_whole_clouds():
+    x = torch.randn(50, 4, 3, generator=seeded())
+    y = S.scaled_and_shifted(x, seeded(1))
+    factors = (y[:, 1:] - y[:, :1]) / (x[:, 1:] - x[:, :1])
+    assert factors.min() > 0.799 and factors.max() < 1.251
+    assert (y[:, 0] - factors[:, 0] * x[:, 0]).abs().max() <= 0.101
+    assert torch.equal(y, S.scaled_and_shifted(x, seeded(1)))
+
+
 def test_pictures():
     pytest.importorskip("matplotlib").use("Agg")
     shapes = S.load_shapes("fixture", points=32)
