@@ -154,6 +154,7 @@ class Study:
         floor: (row, setting, data, seed) -> the outcomes of a rule, as `test` has them.
         drawn: (row, model, setting, data) -> dict of small arrays that a figure needs from the trained network.
         missing: setting -> why the data cannot be had, in one sentence; "" where they can. Reads no data.
+        statistic: from the outcomes of a part to one number, as of `lab.decide.paired`; None = their mean.
 
     Example:
         >>> study = Study("example", "no rows yet", {}, {"steps": (5, 50, 500, 5000, "-")})
@@ -174,6 +175,7 @@ class Study:
     floor: Callable = None
     drawn: Callable = _nothing
     missing: Callable = _always
+    statistic: Callable | None = None
 
     def at(self, scale: str) -> dict:
         """All settings of a scale."""
@@ -422,14 +424,15 @@ def _making(device) -> dict:
             "code": code, "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
 
-def _outcomes(found: dict) -> dict:
-    """Outcomes as a record holds them, with their means before packing."""
+def _outcomes(study: Study, found: dict) -> dict:
+    """Outcomes as a record holds them, with their means (or the study's statistic) before packing."""
     found = {part: np.asarray(values) for part, values in found.items()}
     for part, values in found.items():
         if values.size == 0 or values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ValueError(f"outcomes of {part!r}: expected finite numbers, at least one")
+    measure = study.statistic or (lambda values: values.mean(dtype=float))
     return {"outcomes": {part: pack(values) for part, values in found.items()},
-            "means": {part: float(values.mean(dtype=float)) for part, values in found.items() if part[0] != "_"}}
+            "means": {part: float(measure(values)) for part, values in found.items() if part[0] != "_"}}
 
 
 def _trained(unit: Unit, data, device, stop) -> dict:
@@ -445,7 +448,7 @@ def _trained(unit: Unit, data, device, stop) -> dict:
         return told
     with torch.no_grad():
         drawn = {name: pack(values) for name, values in study.drawn(unit.row, model, setting, data).items()}
-        return told | _outcomes(study.test(model, setting, data)) | {"drawn": drawn}
+        return told | _outcomes(study, study.test(model, setting, data)) | {"drawn": drawn}
 
 # %% ../../nbs/lab/80_study.ipynb #f2ab0e9a
 def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, retrain: bool = False) -> dict:
@@ -475,7 +478,7 @@ def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, r
         seen = digest({name: part for name, part in data.items() if name[0] != "_"})
         if unit.kind == "floor":
             began = time.process_time()
-            told = _outcomes(unit.study.floor(unit.row, unit.setting(), data, unit.seed))
+            told = _outcomes(unit.study, unit.study.floor(unit.row, unit.setting(), data, unit.seed))
             told |= {"cpu seconds": round(time.process_time() - began, 1)}
         else:
             told = _trained(unit, data, torch.device(device), stop)
