@@ -174,6 +174,13 @@ def test_outcomes_must_be_finite_and_some(tmp_path):
             S.train(S.units(study, "smoke", root=tmp_path)[0])
 
 
+def test_the_number_of_a_part_is_the_mean_or_the_study_s_own(tmp_path):
+    for statistic, number in ((None, 2.0), (np.max, 3.0)):
+        study = dataclasses.replace(TOY, floor=lambda *_: {"test": np.array([1.0, 3.0])}, statistic=statistic)
+        record = S.train(S.units(study, "smoke", root=tmp_path)[0], retrain=True)
+        assert record["means"] == {"test": number} and S.unpack(record["outcomes"]["test"]).tolist() == [1.0, 3.0]
+
+
 def test_reading_at_larger_scales_trains_nothing(tmp_path):
     found = S.records(TOY, "cpu", root=tmp_path)
     assert not found.found and len(found.missing) == 9 and S.told(found) == "toy at cpu: no records yet"
