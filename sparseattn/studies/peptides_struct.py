@@ -121,10 +121,10 @@ def _tested(model, part, data, trained=True):
     graphs = func.seen(getattr(model, "encoding", None), part, data)
     return _outcomes(func.predict(model, graphs, trained).numpy(), graphs)
 
-# %% ../../nbs/samsa/76_conformers.ipynb #ab1b0895
+# %% ../../nbs/samsa/76_conformers.ipynb #1d17b545
 def validate(model, setting, data):
     """Minus the error on the validation part, asked as trained."""
-    return {"minus MAE": _tested(model, "val", data).mean()}
+    return {"minus MAE": float(_tested(model, "val", data).mean())}
 
 
 def test(model, setting, data):
