@@ -517,7 +517,6 @@ def test_function_on_a_gpu_is_that_on_a_cpu(name):
     close(found, expected)
 
 
-@pytest.mark.xfail(strict=True, reason="it draws on the CPU whatever the generator's device")
 def test_clouds_are_stretched_where_the_generator_is():
     patches = autoencoder.cut_into_groups(torch.rand(2, 40, 3, generator=seeded()), 8, 8)
     expected = autoencoder.stretch_and_move(patches, generator=seeded())

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REUSE', 'Cost', 'matmul_cost', 'linear_cost', 'dense_attention_cost', 'counted_flops', 'block_pairs',
            'hept_attention_cost', 'sort_cost', 'compare', 'loglog_slope', 'NLogN', 'fit_nlogn', 'peak_memory',
-           'Ceilings', 'machine_ceilings', 'malloc_environment', 'main']
+           'Ceilings', 'machine_ceilings', 'malloc_environment', 'main', 'timed_afresh']
 
 # %% ../../nbs/lab/23_measure.ipynb #45c5b8b2
 import argparse
@@ -16,7 +16,9 @@ import math
 import multiprocessing
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -337,7 +339,7 @@ def _in_fork(function, timeout):
     return value
 
 # %% ../../nbs/lab/23_measure.ipynb #2542505c
-def peak_memory(function: Callable[[], object], *, device: str = "cpu", isolate: bool = True,
+def peak_memory(function: Callable[[], object], *, device: str | torch.device = "cpu", isolate: bool = True,
                 timeout: float = 300) -> int | None:
     """Extra memory at the peak of one call, in bytes (the function is called twice, the second call counts).
 
@@ -382,13 +384,14 @@ def _rate(amount, function, tries=5):
     return amount / min(_seconds(function, time.perf_counter) for _ in range(tries))
 
 
-def machine_ceilings(threads: int | None = None, device: str = "cpu") -> Ceilings:
+def machine_ceilings(threads: int | None = None, device: str | torch.device = "cpu") -> Ceilings:
     """Measure copy bandwidth, float32 matrix-product rate and exponential rate of this machine in about a second.
 
     Args:
         threads: torch threads (None = as they are).
         device: "cpu" or "cuda".
     """
+    device = torch.device(device).type
     large, small, side = (32 * 2**20, 2**16, 1024) if device == "cpu" else (2**28, 2**26, 8192)
     source, matrix = torch.ones(large, device=device), torch.ones(side, side, device=device)
     target, product, few = torch.empty_like(source), torch.empty_like(matrix), torch.zeros(small, device=device)
@@ -431,6 +434,7 @@ def _arguments():
     program = "python -m sparseattn.lab.measure"
     parser = argparse.ArgumentParser(program, description="Compare functions at several sizes.")
     parser.add_argument("target", help="package.module:function; function(n) returns a dict name -> function()")
+    parser.add_argument("--device", default="cpu", help="other than cpu: asked for by function(n, device=...)")
     parser.add_argument("--n", type=_size, nargs="+", required=True, help="sizes")
     parser.add_argument("--malloc", choices=["default", "reuse"], default="default", help="glibc's large blocks")
     parser.add_argument("--threads", type=_size, default=1, help="torch threads")
@@ -456,19 +460,19 @@ def _load(target):
     return getattr(found, name)
 
 # %% ../../nbs/lab/23_measure.ipynb #0cb26f66
-def _measure(make, arguments):
-    """One table for all sizes: the columns of `compare` with n, threads, clock and malloc before them."""
+def _measure(arguments):
+    """One table for all sizes: the columns of `compare` with n, device, threads, clock and malloc before them."""
     import pandas as pd
 
-    tables = []
+    make, device, tables = _load(arguments.target), arguments.device, []
     for n in arguments.n:
         print(f"n = {n} ...", file=sys.stderr, flush=True)
-        functions = make(n)
+        functions = make(n) if device == "cpu" else make(n, device=device)
         table = compare(functions, arguments.repeats, threads=arguments.threads, clock=arguments.clock).reset_index()
         if arguments.memory:
-            table["peak_memory"] = [peak_memory(f) for f in functions.values()]
-        settings = {"n": n, "malloc": arguments.malloc, "threads": arguments.threads, "clock": arguments.clock}
-        tables.append(table.assign(**settings)[[*settings, *table.columns]])
+            table["peak_memory"] = [peak_memory(f, device=device) for f in functions.values()]
+        settings = {name: getattr(arguments, name) for name in ("device", "malloc", "threads", "clock")}
+        tables.append(table.assign(n=n, **settings)[["n", *settings, *table.columns]])
     return pd.concat(tables, ignore_index=True)
 
 
@@ -478,7 +482,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         _restart_in(arguments.malloc)
-        table = _measure(_load(arguments.target), arguments)
+        table = _measure(arguments)
     except ValueError as error:
         parser.error(str(error))
     print(table.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
@@ -487,6 +491,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.to_csv(temporary, index=False)
         os.replace(temporary, arguments.csv)
     return 0
+
+# %% ../../nbs/lab/23_measure.ipynb #8a90be31
+def timed_afresh(target: str, sizes: Sequence[int], *, repeats: int = 5, malloc: str = "default",
+                 device: str | torch.device = "cpu"):
+    """The command's table, made in a fresh process on a CPU, and in this one on a GPU.
+
+    Args:
+        target: package.module:function.
+        sizes, repeats: points, rounds timed.
+        malloc: "default", or "reuse" large blocks.
+        device: where the contenders run.
+
+    Returns:
+        DataFrame with a row for each size and contender.
+
+    Raises:
+        subprocess.CalledProcessError: the command failed.
+
+    Example:
+        >>> timed_afresh("package.module:function", [100])  # doctest: +SKIP
+    """
+    import pandas as pd
+
+    command = [target, "--n", *map(str, sizes), "--threads", str(torch.get_num_threads()), "--repeats", str(repeats)]
+    command += ["--malloc", malloc, "--device", torch.device(device).type]
+    if torch.device(device).type != "cpu":
+        return _measure(_arguments().parse_args(command))
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "sparseattn.lab.measure", *command, "--csv", f"{folder}/times.csv"],
+                       check=True, capture_output=True)
+        return pd.read_csv(f"{folder}/times.csv")
 
 # %% ../../nbs/lab/23_measure.ipynb #d06167a6
 if __name__ == "__main__" and "__file__" in globals():           # run as a program, not as a notebook cell

@@ -701,17 +701,18 @@ def _batched(x, weight):
     return channel_shuffle((weights @ F.elu(own)).transpose(1, 2).flatten(2), len(weight))
 
 # %% ../../nbs/pat/60_layers.ipynb #e54781b4
-def group_attention_cases(n: int, channels: int = 1024, groups: int = 8, backward: bool = False) -> dict:
+def group_attention_cases(n: int, channels: int = 1024, groups: int = 8, backward: bool = False,
+                          device: str | torch.device = "cpu") -> dict:
     """Contenders for `python -m sparseattn.lab.measure`: the loop over groups, the fast form, batched, multi-head.
 
     Example:
         >>> list(group_attention_cases(16, 8, 2))
         ['per group', 'fast', 'batched', 'multi-head']
     """
-    generator, width = torch.Generator().manual_seed(n), channels // groups
-    x = torch.randn(1, n, channels, generator=generator).requires_grad_(backward)
-    weight = (torch.randn(groups, width, width, generator=generator) * width**-0.5).requires_grad_(backward)
-    heads = DenseAttention(channels, groups).requires_grad_(backward)
+    draw, width = dict(generator=torch.Generator(device).manual_seed(n), device=device), channels // groups
+    x = torch.randn(1, n, channels, **draw).requires_grad_(backward)
+    weight = (torch.randn(groups, width, width, **draw) * width**-0.5).requires_grad_(backward)
+    heads = DenseAttention(channels, groups).requires_grad_(backward).to(device)
     cases = {"per group": lambda: group_attention(x, weight, shuffle=True, impl="reference"),
              "fast": lambda: group_attention(x, weight, shuffle=True), "batched": lambda: _batched(x, weight),
              "multi-head": lambda: heads(x)}
@@ -721,41 +722,44 @@ def group_attention_cases(n: int, channels: int = 1024, groups: int = 8, backwar
     return {name: lambda f=f, name=name: torch.autograd.grad(f(), learnt[name], ones) for name, f in cases.items()}
 
 # %% ../../nbs/pat/60_layers.ipynb #9f7a1173
-def group_attention_cases_32(n: int) -> dict:
+def group_attention_cases_32(n: int, device: str | torch.device = "cpu") -> dict:
     """The contenders of `group_attention_cases` with 32 groups.
 
     Example:
         >>> list(group_attention_cases_32(16))
         ['per group', 'fast', 'batched', 'multi-head']
     """
-    return group_attention_cases(n, groups=32)
+    return group_attention_cases(n, groups=32, device=device)
 
 
-def group_attention_cases_backward(n: int, channels: int = 1024, groups: int = 8) -> dict:
+def group_attention_cases_backward(n: int, channels: int = 1024, groups: int = 8,
+                                   device: str | torch.device = "cpu") -> dict:
     """The contenders of `group_attention_cases`, forward and backward.
 
     Example:
         >>> list(group_attention_cases_backward(16, 8, 2))
         ['per group', 'fast', 'batched', 'multi-head']
     """
-    return group_attention_cases(n, channels, groups, backward=True)
+    return group_attention_cases(n, channels, groups, backward=True, device=device)
 
 # %% ../../nbs/pat/60_layers.ipynb #2b83f9c9
-def subset_cases(n: int, channels: int = 1024, points: int | None = None) -> dict:
+def subset_cases(n: int, channels: int = 1024, points: int | None = None,
+                 device: str | torch.device = "cpu") -> dict:
     """Contenders for `python -m sparseattn.lab.measure`: hard subsets by a one-hot matrix, by rows, and distinct ones.
 
     Args:
         n: points of the cloud.
         channels: channels of a point.
         points: slots; None takes 3/8 of the points, the paper's 384 of 1024.
+        device: where the cloud is.
 
     Example:
         >>> list(subset_cases(16, 8))
         ['one-hot matrix', 'rows', 'distinct rows']
     """
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(1, n, channels, generator=generator)
-    weight = torch.randn(points or 3 * n // 8, channels, generator=generator) * channels**-0.5
+    generator = torch.Generator(device).manual_seed(n)
+    x = torch.randn(1, n, channels, generator=generator, device=device)
+    weight = torch.randn(points or 3 * n // 8, channels, generator=generator, device=device) * channels**-0.5
     draw = dict(hard=True, generator=generator)
     return {"one-hot matrix": lambda: F.gumbel_softmax(weight @ x.mT, hard=True) @ x,
             "rows": lambda: gumbel_subset_sampling(x, weight, **draw),

@@ -403,13 +403,14 @@ def stretch_and_move(patches: Patches, *, low: float = 2 / 3, high: float = 3 / 
         patches: clouds cut into groups.
         low, high: range of the factors, uniform.
         most: range of the shifts, uniform in -most..most.
-        generator: source of the draw, on the CPU.
+        generator: source of the draw.
 
     Example:
         >>> clouds = cut_into_groups(torch.rand(2, 100, 3), 8, 16)
         >>> stretch_and_move(clouds).points.shape
         torch.Size([2, 8, 16, 3])
     """
-    factor, shift = torch.rand(2, len(patches.centres), 1, 3, generator=generator).to(patches.centres)
+    place = patches.centres.device if generator is None else generator.device
+    factor, shift = torch.rand(2, len(patches.centres), 1, 3, generator=generator, device=place).to(patches.centres)
     factor = low + (high - low) * factor
     return Patches(patches.centres * factor + most * (2 * shift - 1), patches.points * factor[:, :, None])

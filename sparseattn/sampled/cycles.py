@@ -168,17 +168,17 @@ def sample_cycle(n: int, *, batch: tuple[int, ...] = (), generator: torch.Genera
     return torch.stack(orders).view(*batch, n)
 
 # %% ../../nbs/sampled/50_cycles.ipynb #fb32b370
-def sample_cycle_cases(n: int = 256, batch: int = 256) -> dict:
+def sample_cycle_cases(n: int = 256, batch: int = 256, device: str | torch.device = "cpu") -> dict:
     """Contenders for `python -m sparseattn.lab.measure`, the plain form first.
 
     Example:
         >>> sorted(sample_cycle_cases(8, 2))
         ['argsort', 'randperm', 'sample_cycle']
     """
-    generator = torch.Generator().manual_seed(n)
-    return {"argsort": lambda: torch.rand(batch, n, generator=generator, dtype=torch.float64).argsort(-1),
-            "randperm": lambda: torch.stack([torch.randperm(n, generator=generator) for _ in range(batch)]),
-            "sample_cycle": lambda: sample_cycle(n, batch=(batch,), generator=generator)}
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
+    return {"argsort": lambda: torch.rand(batch, n, dtype=torch.float64, **draw).argsort(-1),
+            "randperm": lambda: torch.stack([torch.randperm(n, **draw) for _ in range(batch)]),
+            "sample_cycle": lambda: sample_cycle(n, batch=(batch,), **draw)}
 
 # %% ../../nbs/sampled/50_cycles.ipynb #fc9a92e3
 def admissible_sizes(n: int) -> list[int]:

@@ -400,17 +400,18 @@ def _gathered(x, scores, noise, k, tau, hard):
     return straight_through(own, mixed) + (own - own.detach())
 
 
-def sampling_cases(n: int, k: int = 128, channels: int = 64, batch: int = 4, hard: bool = False) -> dict:
+def sampling_cases(n: int, k: int = 128, channels: int = 64, batch: int = 4, hard: bool = False,
+                   device: str | torch.device = "cpu") -> dict:
     """Contenders for `python -m sparseattn.lab.measure`: a training step each, selection matrices first.
 
     Example:
         >>> list(sampling_cases(8, 2, 3, 1))
         ['selection matrices', 'relaxed top-k', 'gathered', 'fast']
     """
-    draw = torch.Generator().manual_seed(n)
-    x = torch.randn(batch, n, channels, generator=draw).requires_grad_()
-    scores = torch.randn(batch, n, generator=draw).requires_grad_()
-    noise, ones = gumbel((batch, n), generator=draw), torch.ones(batch, k, channels)
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
+    x = torch.randn(batch, n, channels, **draw).requires_grad_()
+    scores = torch.randn(batch, n, **draw).requires_grad_()
+    noise, ones = gumbel((batch, n), **draw), torch.ones(batch, k, channels, device=device)
     forms = {"selection matrices": lambda: sample_without_replacement(x, scores, k, noise=noise, hard=hard,
                                                                       impl="reference"),
              "relaxed top-k": lambda: _relaxed(scores + noise, k, 1.0) @ x,

@@ -304,21 +304,23 @@ def _gather_scatter(q, k, v, edges):
 
 
 def _dense_from_list(q, k, v, edges):
-    pattern = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], dtype=torch.bool)
+    pattern = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     pattern[tuple(edges)] = True
     return nn.functional.scaled_dot_product_attention(q, k, v, pattern.view(*q.shape[:3], -1))
 
 
-def edge_cases(n: int, density: float = 0.01, heads: int = 1, width: int = 64, backward: bool = False) -> dict:
+def edge_cases(n: int, density: float = 0.01, heads: int = 1, width: int = 64, backward: bool = False,
+               device: str | torch.device = "cpu") -> dict:
     """Contenders for `python -m sparseattn.lab.measure` on one random mask: gather-scatter, dense, and the list.
 
     Example:
         >>> sorted(edge_cases(64, 0.1))
         ['dense', 'edge attention', 'gather-scatter']
     """
-    generator = torch.Generator().manual_seed(n)
-    q, k, v = (x.requires_grad_(backward) for x in torch.randn(3, 1, heads, n, width, generator=generator).unbind())
-    edges = ((torch.rand(heads, n, n, generator=generator) < density) | torch.eye(n, dtype=torch.bool)).nonzero().T
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
+    q, k, v = (x.requires_grad_(backward) for x in torch.randn(3, 1, heads, n, width, **draw).unbind())
+    mask = (torch.rand(heads, n, n, **draw) < density) | torch.eye(n, dtype=torch.bool, device=device)
+    edges = mask.nonzero().T
     contenders = {"gather-scatter": lambda: _gather_scatter(q, k, v, edges),
                   "dense": lambda: _dense_from_list(q, k, v, edges),
                   "edge attention": lambda: edge_attention(q, k, v, edges)}

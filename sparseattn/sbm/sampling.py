@@ -312,16 +312,17 @@ def _by_rows(a, z, rows, generator):
     return tuple(torch.cat(part) for part in zip((none, none), *found, strict=True))
 
 # %% ../../nbs/sbm/40_fastrg.ipynb #62d9aa32
-def fastrg_cases(n: int, density: float = 0.01, clusters: int = 128) -> dict:
+def fastrg_cases(n: int, density: float = 0.01, clusters: int = 128,
+                 device: str | torch.device = "cpu") -> dict:
     """Contenders for `python -m sparseattn.lab.measure`, the straightforward form first.
 
     Example:
         >>> sorted(fastrg_cases(100))
         ['bernoulli', 'fastrg', 'straightforward']
     """
-    generator = torch.Generator().manual_seed(n)
-    y, z = (torch.rand(n, clusters, generator=generator) for _ in range(2))
-    b = torch.rand(clusters, clusters, generator=generator)
+    generator = torch.Generator(device).manual_seed(n)
+    y, z = (torch.rand(n, clusters, generator=generator, device=device) for _ in range(2))
+    b = torch.rand(clusters, clusters, generator=generator, device=device)
     b *= density / ((y.mean(0) @ b) @ z.mean(0))
     return {"straightforward": lambda: fastrg(y, b, z, generator=generator, impl="reference"),
             "fastrg": lambda: fastrg(y, b, z, generator=generator),

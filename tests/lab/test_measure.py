@@ -32,6 +32,7 @@ from sparseattn.lab.measure import (
     matmul_cost,
     peak_memory,
     sort_cost,
+    timed_afresh,
 )
 
 MiB = 2**20
@@ -247,6 +248,9 @@ import torch
 def squares(n):
     x = torch.ones(n)
     return {"temporary": lambda: (x * x).sum(), "dot": lambda: x @ x}
+def there(n, device):
+    x = torch.ones(n, device=device)
+    return {device: lambda: x * x}
 def nothing(n): return {}
 number = 3
 """
@@ -275,6 +279,22 @@ def test_command_line_in_process(toy, capsys):
         "measure_toy.py",
         "out.csv",
     ]
+
+
+def test_command_line_asks_for_the_device(toy, capsys):
+    assert main(["measure_toy:there", "--n", "10", "--device", "meta", "--csv", str(toy / "out.csv")]) == 0
+    table = pd.read_csv(toy / "out.csv")
+    assert table.name.tolist() == table.device.tolist() == ["meta"]
+
+
+def test_timed_afresh_is_the_command(toy, monkeypatch):
+    here = timed_afresh("measure_toy:there", [10, 20], repeats=1, device="meta")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(toy), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    afresh = timed_afresh("measure_toy:squares", [10, 20], repeats=1)
+    assert list(here) == list(afresh) and here.n.tolist() == [10, 20] and afresh.n.tolist() == [10, 10, 20, 20]
+    assert set(here.device) == {"meta"} and set(afresh.device) == {"cpu"}
+    with pytest.raises(subprocess.CalledProcessError):
+        timed_afresh("measure_toy:squarez", [10])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""The cells that time and weigh are taken on a pretended GPU: what they make lies there, and their tables say so."""
+
+import importlib
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pandas as pd
+import pytest
+import torch
+from pretend import pretend_gpu
+from torch.utils._pytree import tree_leaves
+
+from sparseattn.lab import measure
+from sparseattn.lab import run as lab_run
+
+NBS = Path(__file__).parents[1] / "nbs"
+
+
+def float_qkv(b, h, n, d, dtype):
+    return torch.randn(3, b, h, n, d, dtype=dtype)
+
+
+# notebook: module, cells in their order, names that other cells would have made
+COSTS = {
+    "sbm/40_fastrg": ("sbm.sampling", "7cffa04a 21fc250e f85bed05 cd1104b7", {}),
+    "sbm/41_attention": ("sbm.attention", "d017d338 2d364dd9 9f76c5b6 b2a5c144", {}),
+    "sbm/42_models": ("sbm.models", "04ff7d53 341fddd1", {}),
+    "sampled/50_cycles": ("sampled.cycles", "74989855 0070eb36 797caf85", {"random_qkv": float_qkv}),
+    "sampled/57_autoencoder": ("sampled.autoencoder", "5efe457e 98a091e8", {}),
+    "pat/60_layers": ("pat.layers", "5625ed8a 8e1e4f71 4402d203", {"g": None}),
+    "samsa/70_sampling": ("samsa.sampling", "e35c0681 317b7f20 593ea976", {}),
+}
+
+
+def on_the_gpu(function):
+    found = [x for x in tree_leaves(function()) if isinstance(x, torch.Tensor)]
+    assert found and all(x.is_cuda for x in found)
+
+
+def compared(functions, *args, clock="wall", **options):
+    """Each contender once; no time is taken."""
+    assert clock == "wall"
+    for function in functions.values():
+        on_the_gpu(function)
+    columns = ["median", "q25", "q75", "speedup", "speedup_q25", "speedup_q75", "repeats"]
+    return pd.DataFrame(1.0, index=pd.Index(functions, name="name"), columns=columns)
+
+
+def weighed(function, *, device="cpu"):
+    assert torch.device(device).type == "cuda"
+    on_the_gpu(function)
+    return 2**20
+
+
+def limits(threads=None, device="cpu"):
+    assert torch.device(device).type == "cuda"
+    return measure.Ceilings(1e9, 1e9, 1e9, 0, "cuda")
+
+
+@pytest.mark.parametrize("notebook", COSTS)
+def test_costs_are_those_of_the_device(notebook, monkeypatch):
+    module, ids, names = COSTS[notebook]
+    tables = []
+    run = SimpleNamespace(device=torch.device("cuda"), pick=partial(lab_run.pick, "smoke"), seed=0)
+    run.table = lambda frame, name, **_: tables.append(frame) or frame
+    monkeypatch.setattr(lab_run, "start", lambda *args, **options: run)
+    for name, replaced in (("compare", compared), ("peak_memory", weighed), ("machine_ceilings", limits)):
+        monkeypatch.setattr(measure, name, replaced)
+    source = {cell.id: cell.source for cell in nbformat.read(NBS / f"{notebook}.ipynb", 4).cells}
+    space = dict(vars(importlib.import_module(f"sparseattn.{module}")), scale="smoke", run=run, **names)
+    with pretend_gpu():
+        for cell in ids.split():
+            exec(source[cell], space)
+        made = [*tables, *(pd.DataFrame(space.get(name, [])) for name in ("rows", "times", "memories"))]
+    timed = [frame for frame in made if "device" in frame]
+    assert timed and all((frame["device"] == "cuda").all() for frame in timed)
