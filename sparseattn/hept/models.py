@@ -125,6 +125,7 @@ class Pairs:
         row: (p,) row of the anchor in `negatives`.
         negatives: (a, m) hits that are not of the anchor's particle; -1 where there are fewer.
         hits: (a,) the anchors.
+        sizes: (particles,) number of pairs of each particle.
     """
     anchor: Tensor
     positive: Tensor
@@ -132,6 +133,7 @@ class Pairs:
     row: Tensor
     negatives: Tensor
     hits: Tensor
+    sizes: Tensor
 
 # %% ../../nbs/hept/33_models.ipynb #81e6c4a9
 def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], valid: Bool[Tensor, "n"], *,
@@ -161,9 +163,9 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
         raise ValueError(f"coords, particle and valid must have one length, got {len(coords)}, {n}, {len(valid)}")
     anchor, positive = _same_particle(particle.cpu(), (valid & (particle > 0)).cpu())
     hits, row = anchor.unique(return_inverse=True)
-    number = particle.cpu()[anchor].unique(return_inverse=True)[1]
+    number, sizes = particle.cpu()[anchor].unique(return_inverse=True, return_counts=True)[1:]
     return Pairs(anchor, positive, number, row,
-                 _neighbours(coords.cpu(), particle.cpu(), hits, negatives, radius), hits)
+                 _neighbours(coords.cpu(), particle.cpu(), hits, negatives, radius), hits, sizes)
 
 # %% ../../nbs/hept/33_models.ipynb #b58dfcc3
 def _same_particle(particle, valid):
@@ -229,8 +231,7 @@ def info_nce(embeddings: Float[Tensor, "n d"], pairs: Pairs, *, form: str = "rel
     far = _distance(embeddings[pairs.hits][:, None], embeddings[pairs.negatives.clamp(min=0)])
     far = similarity(far, form, tau).masked_fill(missing, -math.inf).logsumexp(-1)
     loss = torch.nn.functional.softplus(far[pairs.row] - near)
-    total = loss.new_zeros(int(pairs.particle.max()) + 1)
-    return (total.index_add(0, pairs.particle, loss) / pairs.particle.bincount()).mean()
+    return (loss.new_zeros(len(pairs.sizes)).index_add(0, pairs.particle, loss) / pairs.sizes).mean()
 
 
 def _distance(a, b):

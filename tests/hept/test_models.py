@@ -204,7 +204,7 @@ def test_info_nce_gradients(form):
 @pytest.mark.parametrize("form", ["released", "printed", "squared"])
 def test_info_nce_of_coinciding_embeddings(form):
     """All similarities are equal, so each pair costs log(1 + negatives); the gradient is finite."""
-    pairs = Pairs(*(torch.tensor(t) for t in ([0, 1], [1, 0], [0, 0], [0, 1], [[2, 3], [2, -1]], [0, 1])))
+    pairs = Pairs(*(torch.tensor(t) for t in ([0, 1], [1, 0], [0, 0], [0, 1], [[2, 3], [2, -1]], [0, 1], [2])))
     points = torch.zeros(4, 2, requires_grad=True)
     loss = info_nce(points, pairs, form=form)
     assert loss.item() == pytest.approx((math.log(3) + math.log(2)) / 2, rel=1e-6)
