@@ -605,7 +605,8 @@ def told(records: Records) -> str:
         return f"{name}: no records yet"
     dates = sorted({r["finished"][:10] for r in records.found})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lacking = f"; without a record: {', '.join(records.missing)}" if records.missing else ""
+    more = f" and {len(records.missing) - 9} more" if len(records.missing) > 9 else ""
+    lacking = f"; without a record: {', '.join(records.missing[:9])}{more}" if records.missing else ""
     return f"{name}: {len(records.found)} records of {span}{lacking}"
 
 
