@@ -24,13 +24,16 @@ def float_qkv(b, h, n, d, dtype):
 
 # notebook: module, cells in their order, names that other cells would have made
 COSTS = {
+    "hept/32_attention": ("hept.attention", "4ebc0d0c 5201f91f 8ed99f73 32e6d21c", {"sizes": [200, 400]}),
     "sbm/40_fastrg": ("sbm.sampling", "7cffa04a 21fc250e f85bed05 cd1104b7", {}),
     "sbm/41_attention": ("sbm.attention", "d017d338 2d364dd9 9f76c5b6 b2a5c144", {}),
     "sbm/42_models": ("sbm.models", "04ff7d53 341fddd1", {}),
     "sampled/50_cycles": ("sampled.cycles", "74989855 0070eb36 797caf85", {"random_qkv": float_qkv}),
+    "sampled/51_attention": ("sampled.attention", "a997ccf9 2782f2dd cc69bde1", {}),
     "sampled/57_autoencoder": ("sampled.autoencoder", "5efe457e 98a091e8", {}),
     "pat/60_layers": ("pat.layers", "5625ed8a 8e1e4f71 4402d203", {"g": None}),
     "samsa/70_sampling": ("samsa.sampling", "e35c0681 317b7f20 593ea976", {}),
+    "samsa/71_attention": ("samsa.attention", "6126ca17 f36264cc b3c98ae6 e6b00f4a", {}),
 }
 
 

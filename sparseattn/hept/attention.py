@@ -1311,26 +1311,26 @@ class HEPTAttention(_Parts):
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
 
 # %% ../../nbs/hept/32_attention.ipynb #f713f394
-def _case(n, block=100, heads=8, width=24, coord_dims=6, tables=3):
+def _case(n, block=100, heads=8, width=24, coord_dims=6, tables=3, device="cpu"):
     "Inputs of the paper's size: 8 heads of 24 + 6 channels, 3 tables, regions of a random plane."
-    g = torch.Generator().manual_seed(n)
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
     n = n // block * block
-    q, k, v = (torch.randn(1, heads, n, w, generator=g) for w in (width + coord_dims, width + coord_dims, width))
-    place = torch.rand(2, 1, 1, 1, n, generator=g).expand(2, tables, 1, heads, n)
+    q, k, v = (torch.randn(1, heads, n, w, **draw) for w in (width + coord_dims, width + coord_dims, width))
+    place = torch.rand(2, 1, 1, 1, n, **draw).expand(2, tables, 1, heads, n)
     labels = combine_labels([bucket_labels(p, torch.tensor(max(1.0, n / (4 * block)) ** 0.5)) for p in place])
-    base = torch.randn(tables, heads, width + coord_dims, generator=g)
+    base = torch.randn(tables, heads, width + coord_dims, **draw)
     return q, k, v, *(sort_order(raw_codes(x, base), labels) for x in (q, k))
 
 
-def forward_cases(n: int) -> dict:
+def forward_cases(n: int, device: str | torch.device = "cpu") -> dict:
     """Contenders of the forward pass for `python -m sparseattn.lab.measure`, straightforward form first; "torch" is the
-    fast form without the loop.
+    fast form without the loop, which is for CPUs.
 
     Example:
         >>> sorted(forward_cases(200))
         ['fast', 'gather-einsum-exp', 'torch']
     """
-    inputs = _case(n)
+    inputs = _case(n, device=device)
     return {name: lambda form=form: form(*inputs) for name, form in _FORMS.items()}
 
 
@@ -1341,14 +1341,14 @@ def _in_torch(*inputs):
 _FORMS = {"gather-einsum-exp": gathered_attention, "torch": _in_torch, "fast": hept_attention}
 
 
-def backward_cases(n: int) -> dict:
+def backward_cases(n: int, device: str | torch.device = "cpu") -> dict:
     """Contenders of forward and backward together.
 
     Example:
         >>> sorted(backward_cases(200))
         ['fast', 'gather-einsum-exp', 'torch']
     """
-    *tensors, order_q, order_k = _case(n)
+    *tensors, order_q, order_k = _case(n, device=device)
     leaves = [x.requires_grad_() for x in tensors]
 
     def both(function):

@@ -687,7 +687,8 @@ def _compiled():
     return torch.compile(cycle_attention, dynamic=True, fullgraph=True)
 
 # %% ../../nbs/sampled/51_attention.ipynb #cb4cc77a
-def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False, compiled: bool = False) -> dict:
+def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False, compiled: bool = False,
+                device: str | torch.device = "cpu") -> dict:
     """Contenders for `python -m sparseattn.lab.measure`: gather, indexing, cycle, dense, a copy of the floor's bytes.
 
     Dense attention takes part up to 4096 points; the compiled cycle if asked for.
@@ -696,9 +697,9 @@ def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False,
         >>> list(cycle_cases(64))
         ['gather', 'indexed', 'cycle', 'dense', 'copy']
     """
-    generator = torch.Generator().manual_seed(n)
-    q, k, v = (x.requires_grad_(backward) for x in torch.randn(3, 1, heads, n, width, generator=generator).unbind())
-    order, source, target = sample_cycle(n, generator=generator), *torch.zeros(2, 2, heads, n, width)
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
+    q, k, v = (x.requires_grad_(backward) for x in torch.randn(3, 1, heads, n, width, **draw).unbind())
+    order, source, target = sample_cycle(n, **draw), *torch.zeros(2, 2, heads, n, width, device=device)
     forms = {"gather": _gathered, "indexed": _indexed, "cycle": cycle_attention}
     forms |= {"compiled": _compiled()} if compiled else {}
     cases = {name: lambda f=f: f(q, k, v, order) for name, f in forms.items()}
@@ -710,14 +711,14 @@ def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False,
     return cases | {"copy": lambda: target.copy_(source)}
 
 
-def cycle_cases_backward(n: int) -> dict:
+def cycle_cases_backward(n: int, device: str | torch.device = "cpu") -> dict:
     """The contenders of `cycle_cases`, forward and backward.
 
     Example:
         >>> list(cycle_cases_backward(64))
         ['gather', 'indexed', 'cycle', 'dense']
     """
-    return cycle_cases(n, backward=True)
+    return cycle_cases(n, backward=True, device=device)
 
 
 def cycle_cases_compiled(n: int) -> dict:

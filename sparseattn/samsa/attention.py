@@ -536,19 +536,20 @@ def _expanded(q, k, v, scores, samples):
     return ((q @ keys.mT) * q.shape[3] ** -0.5).softmax(-1) @ values
 
 
-def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64) -> dict:
+def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64,
+                device: str | torch.device = "cpu") -> dict:
     """Contenders for `python -m sparseattn.lab.measure`, forward: this, attention to k given keys, a plain form, dense.
 
-    Attention to given keys and dense attention by the same tiles as this, and by torch's kernel. The plain form and
-    dense attention take part up to 4096 tokens.
+    Attention to given keys and dense attention by the same tiles as this, which are for CPUs, and by torch's kernel.
+    The plain form and dense attention take part up to 4096 tokens.
 
     Example:
         >>> list(samsa_cases(64, 16))
         ['samsa', 'given keys', 'given keys, torch', 'gather', 'dense', 'dense, torch']
     """
-    generator = torch.Generator().manual_seed(n)
-    q, k, v = torch.randn(3, 1, heads, n, width, generator=generator)
-    scores = torch.randn(1, heads, n, generator=generator)
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
+    q, k, v = torch.randn(3, 1, heads, n, width, **draw)
+    scores = torch.randn(1, heads, n, **draw)
     given = [_taken(x, scores.topk(samples).indices, None) for x in (k, v)]
     rows, every = torch.cat(given, -1), torch.cat([k, v], -1)
     cases = {"samsa": lambda: samsa_attention(q, k, v, scores, samples=samples),
@@ -560,17 +561,18 @@ def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64) -> 
     return cases | (slow if n <= 4096 else {})
 
 # %% ../../nbs/samsa/71_attention.ipynb #814d2cf1
-def samsa_cases_backward(n: int, samples: int = 128, heads: int = 8, width: int = 64) -> dict:
+def samsa_cases_backward(n: int, samples: int = 128, heads: int = 8, width: int = 64,
+                         device: str | torch.device = "cpu") -> dict:
     """Contenders, forward and backward: hard and soft, the soft form by matrices that select, dense.
 
     Example:
         >>> list(samsa_cases_backward(64, 16))
         ['hard', 'soft', 'matrices', 'dense, torch']
     """
-    generator = torch.Generator().manual_seed(n)
-    tensors = [x.requires_grad_() for x in torch.randn(3, 1, heads, n, width, generator=generator).unbind()]
-    scores, noise = torch.randn(1, heads, n, generator=generator), gumbel((1, heads, n), generator=generator)
-    tensors, ones = [*tensors, scores.requires_grad_()], torch.ones(1, heads, n, width)
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
+    tensors = [x.requires_grad_() for x in torch.randn(3, 1, heads, n, width, **draw).unbind()]
+    scores, noise = torch.randn(1, heads, n, **draw), gumbel((1, heads, n), **draw)
+    tensors, ones = [*tensors, scores.requires_grad_()], torch.ones(1, heads, n, width, device=device)
     options = {"hard": {}, "soft": {"hard": False}, "matrices": {"hard": False, "impl": "reference"}}
     cases = {name: lambda o=o: samsa_attention(*tensors, samples=samples, noise=noise, **o)
              for name, o in options.items()}
