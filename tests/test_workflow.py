@@ -155,7 +155,7 @@ def test_a_budget_a_signal_and_training_anew(collection):
         assert "hept/33_trained done" in done.stdout and not records(collection)
         return int(step.read_text())
 
-    first = stopped_at("--budget", "0.12")
+    first = stopped_at("--budget", "0.05")
     assert 0 < first < 10
     process = subprocess.Popen(collection.command(*command), stdout=subprocess.PIPE, text=True, env=OWN_PACKAGE)
     until(lambda: int(step.read_text() or 0) > first)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,9 @@ def clone(tmp_path):
 def start(clone, *arguments, **environment):
     env = os.environ | {"SPARSEATTN_STUDIES": str(HERE / "studies"), "OMP_NUM_THREADS": "1"} | environment
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), env.get("PYTHONPATH", "")])
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)      # a shell's background jobs ignore Ctrl-C
     return subprocess.Popen([sys.executable, "-m", "sparseattn.studies", *arguments], cwd=clone, env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heard)
 
 
 def call(clone, *arguments, **environment):
