@@ -149,7 +149,7 @@ def test_named_inputs_own_loss_own_scores_and_draws(tmp_path):
         heats.append(model.heat)
 
     made = study({"constant": ROWS["constant"], "network": {}}, named, lambda *_: Draws(), anneal=anneal,
-                 loss=lambda output, y: classify.cross_entropy(output, y[:, None]), scores=lambda output: output[:, 0])  # fmt: skip
+                 loss=lambda output, y: classify.cross_entropy(output, y[:, None]), scores=lambda output: output[:, 0])
     (unit,) = units(made, "smoke", rows=["network"], seeds=[0], root=tmp_path)
     record = train(unit)
     assert heats == [1 - i / 60 for i in range(60)]

@@ -22,7 +22,8 @@ def size(model):
 
 def test_rows_differ_in_their_attention_only():
     sizes = {row: size(built(row)) for row in ONE_LAYER}
-    assert sizes["dense"] == sizes["sampled"] == sizes["sparse"] == sizes["kNN"] > sizes["feed-forward"] > sizes["MLP + FC"]
+    assert sizes["dense"] == sizes["sampled"] == sizes["sparse"] == sizes["kNN"]
+    assert sizes["kNN"] > sizes["feed-forward"] > sizes["MLP + FC"]
     assert all(isinstance(built(row), ShapeClassifier) for row in ONE_LAYER)
     for levels in ("1 level", "5 levels"):
         same = [built(f"{name}, {levels}") for name in ("sampled", "kNN")]
