@@ -8,6 +8,7 @@ __all__ = ['KINDS', 'VERDICTS', 'ORIGINS', 'DECIDED', 'COLUMNS', 'ClaimMismatch'
 
 # %% ../../nbs/lab/25_claims.ipynb #0e1d9993
 import csv
+import math
 import os
 import re
 from dataclasses import asdict, dataclass
@@ -100,8 +101,8 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
         condition, typo, sharper, repair: (text, did it pass?) of an added condition, of the intended reading, of a
             sharper statement, of a repaired statement.
         evidence: what was measured.
-        scale, needs: below the scale `needs` the claim is *not attempted*; for what toy sizes cannot show, such as
-            times.
+        scale, needs: below the scale `needs` nothing is decided: *undecided* with the evidence, or *not attempted* at
+            smoke and without any.
         marks: origin, phrase, decided, uses of the row.
 
     Returns:
@@ -118,7 +119,7 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
     """
     row = dict(id=id, paper=paper, where=where, statement=statement, kind=kind, notebook=notebook)
     if _too_small(scale, needs):
-        return _waiting(needs, evidence, **row, **marks)
+        return _too_early(scale, needs, evidence, **row, **marks)
     if repair is not None and not repair[1]:
         raise ClaimMismatch(f"{id}: the repair {repair[0]!r} failed its check")
     verdict, note = _verdict(bool(stated), condition, typo, sharper, repair)
@@ -146,8 +147,10 @@ def _too_small(scale, needs):
     return SCALES.index(scale) < SCALES.index(needs)
 
 
-def _waiting(needs, evidence, **row):
-    return Claim(verdict="not attempted", evidence=f"needs scale {needs}; {evidence}", **(row | {"decided": ""}))
+def _too_early(scale, needs, found, **row):
+    if scale == "smoke" or not found:
+        return Claim(verdict="not attempted", evidence=f"needs scale {needs}", **(row | {"decided": ""}))
+    return Claim(verdict="undecided", evidence=f"{found}; run at scale {scale}, decided from {needs} on", **row)
 
 
 def _compare(id, expect, verdict):
@@ -169,7 +172,7 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
         paper, ours, tolerance: reproduced if |ours - paper| <= tolerance.
         partly: (text, did it pass?): what of the claim is seen although the number is not met.
         expect: the verdict demanded; None where a training or a clock decides: what is found is recorded.
-        needs: smallest scale at which the comparison is made; below it the claim is *not attempted*.
+        needs: smallest scale at which the comparison decides; below it as in `claim`.
         marks: origin, phrase, decided, uses of the row.
 
     Raises:
@@ -184,7 +187,7 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
     row = dict(id=id, paper=source, where=where, statement=statement, kind=kind, notebook=notebook)
     numbers = f"paper {paper:g}, ours {ours:.4g} (scale {scale}, tolerance {tolerance:g})"
     if _too_small(scale, needs):
-        return _waiting(needs, numbers, **row, **marks)
+        return _too_early(scale, needs, _joined(numbers, evidence) if math.isfinite(ours) else "", **row, **marks)
     verdict = "reproduced" if abs(ours - paper) <= tolerance else "partly" if partly and partly[1] else "not reproduced"
     _compare(id, expect, verdict)
     note = partly[0] if verdict == "partly" else ""

@@ -65,8 +65,10 @@ def test_claims_wait_for_their_scale(scale, needs):
     small = SCALES.index(scale) < SCALES.index(needs)
     for expect in ("holds", None):
         row = claims.claim("X-1", expect=expect, **FACTS, stated=not small, scale=scale, needs=needs, evidence="0.5")
-        assert row.verdict == ("not attempted" if small else "holds")
-        assert row.evidence == (f"needs scale {needs}; 0.5" if small else "0.5")
+        early = "not attempted" if scale == "smoke" else "undecided"
+        assert row.verdict == (early if small else "holds")
+        told = f"needs scale {needs}" if scale == "smoke" else f"0.5; run at scale {scale}, decided from {needs} on"
+        assert row.evidence == (told if small else "0.5")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +98,12 @@ def test_reproductions(ours, partly, verdict):
 
 def test_reproductions_wait_for_their_scale():
     row = claims.reproduce("X-2", **dict(NUMBER, scale="smoke", expect="reproduced"))
-    assert row.verdict == "not attempted" and row.evidence.startswith("needs scale cpu; paper 90, ours 91")
+    assert row.verdict == "not attempted" and row.evidence == "needs scale cpu"
     assert claims.reproduce("X-2", **dict(NUMBER, scale="smoke", needs="smoke", expect="not reproduced"))
-    assert claims.reproduce("X-2", **dict(NUMBER, needs="gpu", expect="reproduced")).verdict == "not attempted"
+    row = claims.reproduce("X-2", **dict(NUMBER, needs="gpu", expect="reproduced"))
+    assert row.verdict == "undecided" and row.evidence.startswith("paper 90, ours 91")
+    row = claims.reproduce("X-2", **dict(NUMBER, needs="gpu", expect="reproduced", ours=math.nan))
+    assert row.verdict == "not attempted" and row.evidence == "needs scale gpu"
 
 
 def test_not_attempted():
