@@ -112,7 +112,7 @@ def _asked(function, *parts, device="cpu"):
     """What a network says of all shapes, a portion at a time; cycles are drawn from a fixed seed."""
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
-        return [function(*(x.to(device) for x in portion)) for portion in zip(*parts)]
+        return [function(*(x.to(device) for x in portion)) for portion in zip(*parts, strict=True)]
 
 
 def _portions(patches, size=64):
@@ -140,7 +140,9 @@ def errors(model, patches, setting):
 # %% ../../nbs/sampled/55_pretraining.ipynb #55feat01
 def features(model, setting, points):
     """Maximum over the tokens of each cloud, (clouds, channels)."""
-    encode = lambda patches: model.autoencoder.encoder(patches).amax(1).float().cpu()
+    def encode(patches):
+        return model.autoencoder.encoder(patches).amax(1).float().cpu()
+
     return torch.cat(_asked(encode, _portions(cut(points, setting)), device=_device(model))).numpy()
 
 # %% ../../nbs/sampled/55_pretraining.ipynb #55few001

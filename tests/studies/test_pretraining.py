@@ -1,4 +1,4 @@
-"""Pretraining: who sees which batches, what an autoencoder without attention can learn, how frozen features are judged."""
+"""Pretraining: who sees which batches, what is learned without attention, how frozen features are judged."""
 
 import numpy as np
 import pytest
@@ -21,13 +21,16 @@ def built(row, data):
 
 def test_rows_share_their_batches_and_differ_in_what_they_do_with_them(data):
     setting = SETTING | {"steps": 6, "epoch": 6}
-    of = {row: list(P.batches(row, setting, data, 0, 0)) for row in ("draw: dense", "draw, then name: dense", "name: sampled")}
-    assert [[batch["drawing"] for batch in each] for each in of.values()] == [[True] * 6, [True] * 3 + [False] * 3, [False] * 6]
-    for batches in zip(*of.values()):
+    rows = ("draw: dense", "draw, then name: dense", "name: sampled")
+    of = [list(P.batches(row, setting, data, 0, 0)) for row in rows]
+    drawing = [[batch["drawing"] for batch in each] for each in of]
+    assert drawing == [[True] * 6, [True] * 3 + [False] * 3, [False] * 6]
+    for batches in zip(*of, strict=True):
         assert all(torch.equal(batch["patches"].points, batches[0]["patches"].points) for batch in batches)
 
 
-@pytest.mark.parametrize("row, learns", [("draw: no attention", False), ("draw: dense", True), ("draw: sampled, dense decoder", True)])
+@pytest.mark.parametrize(
+    "row, learns", [("draw: no attention", False), ("draw: dense", True), ("draw: sampled, dense decoder", True)])
 def test_without_attention_an_encoder_learns_nothing_by_drawing(row, learns, data):
     model = built(row, data)
     P.loss(model, next(P.batches(row, SETTING, data, 0, 0)), torch.Generator().manual_seed(0)).backward()
@@ -48,13 +51,17 @@ def test_an_experiment_learns_and_tests_on_the_same_classes(data):
     found = list(P.experiments(3, 2, SETTING, known, asked))
     assert len(found) == SETTING["few-shot runs"]
     for own, tested in found:
-        assert set(known[own]) == set(asked[tested]) and np.bincount(known[own]).max() == 2 and len(set(known[own])) == 3
+        assert set(known[own]) == set(asked[tested]) and len(set(known[own])) == 3
+        assert np.bincount(known[own]).max() == 2
 
 
 def test_a_rule_that_knows_the_answer_is_judged_right(data):
     parts = [data[part] for part in ("train", "test")]
-    known = {tuple(x): y for points, labels in parts for x, y in zip(points[:, 0].tolist(), labels.tolist())}
-    see = lambda points: np.array([[known.get(tuple(x), -1)] for x in points[:, 0].tolist()], float)
+    known = {tuple(x[0].tolist()): int(y) for points, labels in parts for x, y in zip(points, labels, strict=True)}
+
+    def see(points):
+        return np.array([[known.get(tuple(x), -1)] for x in points[:, 0].tolist()], float)
+
     found = P.judged(rule("neighbour"), see, SETTING, data)
     assert found["all examples"].all() and found["3-way, 3-shot"].tolist() == [1.0] * SETTING["few-shot runs"]
     assert set(found) > set(P.VARIANTS)
