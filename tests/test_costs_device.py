@@ -30,6 +30,7 @@ COSTS = {
     "sbm/42_models": ("sbm.models", "04ff7d53 341fddd1", {}),
     "sampled/50_cycles": ("sampled.cycles", "74989855 0070eb36 797caf85", {"random_qkv": float_qkv}),
     "sampled/51_attention": ("sampled.attention", "a997ccf9 2782f2dd cc69bde1", {}),
+    "sampled/56_sets": ("studies.sets", "f5a66417 3faa5422", {}),
     "sampled/57_autoencoder": ("sampled.autoencoder", "5efe457e 98a091e8", {}),
     "pat/60_layers": ("pat.layers", "5625ed8a 8e1e4f71 4402d203", {"g": None}),
     "samsa/70_sampling": ("samsa.sampling", "e35c0681 317b7f20 593ea976", {}),

@@ -278,12 +278,12 @@ def test_notebooks_say_which_sets_they_use(monkeypatch, tmp_path):
     monkeypatch.delenv("SPARSEATTN_DATA", raising=False)
     imports, notebooks = graph.Imports(ROOT), graph.find_notebooks(ROOT).values()
     wanted = data.to_build(notebooks, imports)
-    assert "56_sets" in wanted["kicad"] and "63_scenes" in wanted["sweethome"]
-    assert "76_conformers" in wanted["conformers"] and "12_shapes" not in wanted["kicad"]
-    file = tmp_path / "cache/built/kicad/kicad.npz"
+    assert "63_scenes" in wanted["sweethome"] and "12_shapes" not in wanted["sweethome"]
+    assert "76_conformers" in wanted["conformers"] and "kicad" not in wanted
+    file = tmp_path / "cache/built/sweethome/sweethome.npz"
     file.parent.mkdir(parents=True)
     file.write_text("built")
-    assert "kicad" not in data.to_build(notebooks, imports) and "kicad/kicad.npz 5" in graph.data_listing()
+    assert "sweethome" not in data.to_build(notebooks, imports) and "sweethome/sweethome.npz 5" in graph.data_listing()
 
 
 def test_a_set_that_cannot_be_had_leaves_rows_out_and_the_run_goes_on(collection, tmp_path_factory):
