@@ -89,10 +89,17 @@ def _parts(data):
     return [name for name in data if name not in ("train", "val", "sources") and name[0] != "_"]
 
 
-def _test(scores, model, setting, data):
-    "Right or wrong for every label of the test items."
-    found = {part: _answers(scores, setting["batch"], model, data[part][0]) for part in _parts(data)}
-    return {part: (y.argmax(-1) == data[part][1])[data[part][1] >= 0].numpy() for part, y in found.items()}
+def _right(part, said, labels, data):
+    return {part: outcomes(said, labels)}
+
+
+def _test(scores, judge, model, setting, data):
+    "The outcomes of the answers to every label of the test items."
+    found = {}
+    for part in _parts(data):
+        labels, said = data[part][1], _answers(scores, setting["batch"], model, data[part][0]).argmax(-1)
+        found |= judge(part, said[labels >= 0].numpy(), labels[labels >= 0].numpy(), data)
+    return found
 
 # %% ../../nbs/lab/84_classify.ipynb #33824a7f
 def _seen(features, setting, inputs, labels):
@@ -102,17 +109,17 @@ def _seen(features, setting, inputs, labels):
     return (x, labels.numpy()) if keep.ndim == 1 and keep.all() else (x[keep], labels.numpy()[keep])
 
 
-def _floor(rows, network, features, scores, row, setting, data, seed):
+def _floor(rows, network, features, scores, judge, row, setting, data, seed):
     "The outcomes of a rule, or of an untrained network."
     options = rows[row]
     if "untrained" in options:
         torch.manual_seed(100 + seed)
-        return _test(scores, network(options["untrained"], setting, data).eval(), setting, data)
+        return _test(scores, judge, network(options["untrained"], setting, data).eval(), setting, data)
     see = partial(_seen, features.get(options.get("features")), setting)
     answer, known, found = rule(options["rule"], **options.get("options", {})), see(*data["train"]), {}
     for part in _parts(data):
         x, y = see(*data[part])
-        found[part] = outcomes(answer(*known, x, seed=seed), y)
+        found |= judge(part, answer(*known, x, seed=seed), y, data)
     return found
 
 # %% ../../nbs/lab/84_classify.ipynb #d0eea9dd
@@ -122,7 +129,7 @@ def _same(output):
 
 def classification(name: str, title: str, rows: dict, settings: dict, load: Callable, network: Callable, *,
                    augment: Callable | None = None, features: dict | None = None, loss: Callable = cross_entropy,
-                   scores: Callable = _same, anneal: Callable | None = None, **more) -> Study:
+                   scores: Callable = _same, anneal: Callable | None = None, judge: Callable = _right, **more) -> Study:
     """A `Study` that trains by cross-entropy, validates by accuracy, and tests by right or wrong.
 
     Args:
@@ -133,7 +140,9 @@ def classification(name: str, title: str, rows: dict, settings: dict, load: Call
         features: {name: (inputs, setting) -> (items, d) features} for rules; labels of parts: (items, parts, d).
         loss: (output, labels) -> scalar. scores: output -> (..., classes), the greatest is the answer.
         anneal: (model, progress); called before each step with the share of the training that is over.
-        more: drawn, missing, as of `Study`.
+        judge: (part, answers, labels, data) -> outcomes, as `test` of `Study` has them; answers and labels are those of
+            everything that has a label, in order.
+        more: drawn, missing, statistic, as of `Study`.
 
     Example:
         >>> points = torch.linspace(-1, 1, 40)[:, None]
@@ -145,28 +154,38 @@ def classification(name: str, title: str, rows: dict, settings: dict, load: Call
         torch.Size([8])
     """
     return Study(name, title, rows, settings, load, network, partial(_batches, augment), partial(_loss, loss, anneal),
-                 partial(_validate, scores), partial(_test, scores),
-                 partial(_floor, rows, network, features or {}, scores), **more)
+                 partial(_validate, scores), partial(_test, scores, judge),
+                 partial(_floor, rows, network, features or {}, scores, judge), **more)
 
 # %% ../../nbs/lab/84_classify.ipynb #236a27a1
+def _grouped(found, row, part):
+    "Outcomes of a row by seed; means of groups where items are numbered in groups."
+    of = {seed: y.astype(float) for seed, y in found.outcomes(row, part).items()}
+    groups = found.outcomes(row, f"_{part}")
+    return {seed: np.bincount(groups[seed], y) / np.bincount(groups[seed]) for seed, y in of.items()} if groups else of
+
+
 def experiment(found: Records, *rows: str, beside: tuple = (), part: str = "test") -> Experiment:
-    """One row, or the difference of two, in percent, beside the rules of a study.
+    """One row, or the difference of two, in percent or in the study's own measure, beside the rules of a study.
 
     Args:
         found: records of a study of `classification`. rows: one or two.
         beside: trained rows that are floors too. part: of the test data.
 
     Returns:
-        A `lab.decide.Experiment`. A rule that is scored once has no seed: it would answer the same again.
+        A `lab.decide.Experiment`. Items that belong together (numbers of groups in the part `_` + `part`) are one item,
+        their mean. A rule that is scored once has no seed: it would answer the same again.
 
     Example:
         >>> experiment(found, "PAT", "PointNet")    # doctest: +SKIP
     """
     rules = [row for row in found.floors() if "untrained" not in found.study.rows[row]]
     names = (*rows, *rules, *(row for row in beside if row in found.rows()))
-    of = {row: {seed: 100.0 * y.astype(float) for seed, y in found.outcomes(row, part).items()} for row in names}
+    unit = 100.0 if found.study.statistic is None else 1.0
+    of = {row: {seed: unit * y for seed, y in _grouped(found, row, part).items()} for row in names}
     of |= {row: of[row][0] for row in names if row in rules and "seeds" not in found.study.rows[row]}
-    return Experiment({row: of[row] for row in rows}, {row: of[row] for row in of if row in rules or row in beside})
+    floors = {row: of[row] for row in of if row in rules or row in beside}
+    return Experiment({row: of[row] for row in rows}, floors, statistic=found.study.statistic)
 
 # %% ../../nbs/lab/84_classify.ipynb #ba757337
 def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None = None, part: str = "test"):

@@ -159,3 +159,21 @@ def test_named_inputs_own_loss_own_scores_and_draws(tmp_path):
     one, two = (made.test(model, made.at("smoke"), data)["test"] for _ in range(2))
     assert (one == two).all() and torch.equal(torch.get_rng_state(), before)
     assert record["outcomes"].keys() == {"test", "far"}
+
+
+def test_a_study_judges_in_its_own_way_and_groups_are_drawn_whole(tmp_path):
+    """Answers of six items of a set are put to the vote; sets belong to groups."""
+
+    def judge(part, said, labels, data):
+        right = said.reshape(-1, 6) == labels.reshape(-1, 6)
+        return {part: right.sum(1) > 3, f"_{part}": np.arange(len(right)) // 2, "all": right.flatten()}
+
+    parts = {name: load(None)[name] for name in ("sources", "train", "val", "test")}
+    rows = {row: ROWS[row] for row in ("constant", "untrained", "network")}
+    made = study(rows, judge=judge, load=lambda setting: parts)
+    found = records(made, "smoke", root=tmp_path)
+    assert found.parts() == ["test", "all"] and set(found.rows()) == {"constant", "untrained", "network"}
+    assert all(len(found.outcomes(row, "test")[0]) == 10 for row in found.rows())
+    over = classify.experiment(found, "network").interval
+    assert over.items == 5 and classify.experiment(found, "network", part="all").interval.items == 60
+    assert over.value == 100 * np.mean(found.means("network", "test"))
