@@ -28,6 +28,7 @@ COSTS = {
     "sbm/40_fastrg": ("sbm.sampling", "7cffa04a 21fc250e f85bed05 cd1104b7", {}),
     "sbm/41_attention": ("sbm.attention", "d017d338 2d364dd9 9f76c5b6 b2a5c144", {}),
     "sbm/42_models": ("sbm.models", "04ff7d53 341fddd1", {}),
+    "sbm/45_lra": ("studies.lra", "5054adb1 3ce869b5 45pap002 274ee07f 45cos001 0be254a9 8be2e271 45cos002", {}),
     "sampled/50_cycles": ("sampled.cycles", "74989855 0070eb36 797caf85", {"random_qkv": float_qkv}),
     "sampled/51_attention": ("sampled.attention", "a997ccf9 2782f2dd cc69bde1", {}),
     "sampled/56_sets": ("studies.sets", "f5a66417 3faa5422", {}),
