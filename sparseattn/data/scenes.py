@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LABELS', 'AREAS', 'LABEL_COLOURS', 'Room', 'kind_of', 'metres', 'assign_areas', 'Model', 'Furniture', 'cloud_area',
            'load_furniture', 'box_points', 'Drawn', 'draw_thing', 'Item', 'Layout', 'boxes_meet', 'furnish', 'Surface',
-           'sample_layout', 'visible', 'scan_layout', 'compose_room', 'read_annotations', 'load_rooms', 'split_rooms',
-           'draw_room', 'label_counts', 'Blocks', 'room_cells', 'sample_blocks', 'whole_blocks', 'to_rooms',
-           'block_batches', 'load_blocks']
+           'sample_layout', 'visible', 'scan_layout', 'compose_room', 'read_annotations', 'load_rooms', 'missing_rooms',
+           'split_rooms', 'draw_room', 'label_counts', 'Blocks', 'room_cells', 'sample_blocks', 'whole_blocks',
+           'to_rooms', 'block_batches', 'load_blocks']
 
 # %% ../../nbs/data/13_scenes.ipynb #1775bf21
 import dataclasses
@@ -951,6 +951,21 @@ def load_rooms(name: str = "fixture", *, areas: Sequence[int] = AREAS, rooms: in
         tasks = [(name, root, int(a), k, float(density), scan, seed) for a in sorted(areas) for k in range(rooms)]
         load = _load_composed
     return work_through(load, tasks, "rooms", workers=workers, progress=progress)
+
+# %% ../../nbs/data/13_scenes.ipynb #1309a002
+def missing_rooms(name: str) -> str:
+    """Why a set of rooms cannot be loaded here, in one sentence; "" where it can.
+
+    Example:
+        >>> missing_rooms("fixture")
+        ''
+    """
+    if name == "sweethome" and not have_data("sweethome", "sweethome.npz"):
+        return "sweethome is not built; `python workflow/data.py sweethome` builds it from a Debian package"
+    try:
+        return "" if name != "s3dis" or _official(None, AREAS) else "S3DIS holds no rooms"
+    except FileNotFoundError as error:
+        return str(error)
 
 # %% ../../nbs/data/13_scenes.ipynb #68ae70f2
 def split_rooms(rooms: Sequence[Room], test_area: int = 5) -> tuple[list[Room], list[Room]]:
