@@ -341,3 +341,24 @@ def test_a_job_trains_a_unit_of_the_real_command(tmp_path):
         assert job.returncode == 130 and " done in" not in out and not record.exists()
     assert "toy/linear-0 done in" in said("linear-0")
     assert json.loads(record.read_text())["steps"] == 60 and step() == 0
+
+
+def test_a_notebook_runs_without_jupyter(tmp_path):
+    """Parameters, values shown, IPython's display and a cell that fails; nothing of Jupyter is imported."""
+    (tmp_path / "nbs/hept").mkdir(parents=True)
+    shows = "from IPython.display import Markdown, display\nimport matplotlib.pyplot as plt\nimport pandas as pd\n"
+    shows += "display(Markdown('*a*'))\nprint(scale)\npd.Series([1.5])"
+    cells = {"params00": 'scale = "smoke"', "shows000": shows, "fails000": "1 / 0"}
+    made = [dict(cell_type="markdown", id="title000", metadata={}, source="# T\n\n> A page.")]
+    made += [dict(cell_type="code", id=name, metadata={"tags": ["parameters"] * (name == "params00")}, outputs=[],
+                  execution_count=None, source=source) for name, source in cells.items()]
+    page = tmp_path / "nbs/hept/30_a.ipynb"
+    page.write_text(json.dumps(dict(cells=made, metadata={}, nbformat=4, nbformat_minor=5)))
+    run = [sys.executable, "-X", "importtime", str(ROOT / "workflow/execute.py"), "hept/30_a", "--plain"]
+    done = subprocess.run([*run, "--scale", "gpu", "--root", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "cell 4 (fails000)" in done.stdout and "ZeroDivisionError" in done.stdout
+    assert not re.search(r"\| +(papermill|nbformat|IPython|ipykernel)\b", done.stderr)
+    found = json.loads((tmp_path / "build/gpu/executed/hept/30_a.ipynb").read_text())["cells"]
+    text, first, last = found[2]["outputs"]
+    assert text["text"] == "gpu\n" and first["data"]["text/markdown"] == "*a*" and "1.5" in last["data"]["text/plain"]
+    assert found[3]["metadata"]["papermill"]["status"] == "failed"

@@ -1,4 +1,4 @@
-"""Execute one notebook with papermill and say shortly what went wrong.
+"""Execute one notebook, with papermill or plainly, and say shortly what went wrong.
 
     python workflow/execute.py hept/30_tradeoff --scale smoke
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import graph
+import plain
 import plan
 
 MARK = "» "
@@ -48,14 +50,28 @@ def parameters(notebook: graph.Notebook, scale: str) -> dict[str, str]:
     return {"scale": scale}
 
 
-def execute(root: Path, notebook: graph.Notebook, scale: str, timeout: int | None = None) -> str:
+def by_papermill(source: Path, output: Path, parameters: dict, root: Path, timeout: int | None = None) -> None:
+    """Execute a notebook by Jupyter's kernel; `plain.execute` does without."""
+    import papermill
+
+    papermill.execute_notebook(
+        str(source),
+        str(output),
+        parameters=parameters,
+        kernel_name="python3",
+        cwd=str(root),
+        progress_bar=False,
+        execution_timeout=timeout,
+        start_timeout=300,
+    )
+
+
+def execute(root: Path, notebook: graph.Notebook, scale: str, by=by_papermill) -> str:
     """Execute one notebook.
 
     Returns:
         The readable error; empty when nothing failed.
     """
-    import papermill
-
     output = root / notebook.executed(scale)
     output.parent.mkdir(parents=True, exist_ok=True)
     stamps = (root / notebook.stamp(scale, "x")).parent.glob(f"{notebook.stem}.*")
@@ -63,16 +79,7 @@ def execute(root: Path, notebook: graph.Notebook, scale: str, timeout: int | Non
         old.unlink(missing_ok=True)
     shutil.rmtree(root / f"build/{scale}/figures/{notebook.stem}", ignore_errors=True)
     try:
-        papermill.execute_notebook(
-            str(root / notebook.path),
-            str(output),
-            parameters=parameters(notebook, scale),
-            kernel_name="python3",
-            cwd=str(root),
-            progress_bar=False,
-            execution_timeout=timeout,
-            start_timeout=300,
-        )
+        by(root / notebook.path, output, parameters(notebook, scale), root)
     except Exception as error:  # whatever it is: the copy and a readable line are left, the other notebooks go on
         return describe(error, notebook, output)
     if notebook.has_parameters and not (root / notebook.run_json(scale)).exists():
@@ -177,12 +184,13 @@ def say(text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is 1 when the notebook failed."""
-    parser = argparse.ArgumentParser(description="execute one notebook with papermill")
+    parser = argparse.ArgumentParser(description="execute one notebook")
     parser.add_argument("key", help="hept/30_tradeoff")
     parser.add_argument("--scale", choices=graph.SCALES, default="smoke")
     parser.add_argument("--digest", help="hash of what the notebook depends on, for its stamp; default: computed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout", type=int, default=None, help="seconds a cell may take")
+    parser.add_argument("--plain", action="store_true", help="without Jupyter, in this process")
     parser.add_argument("--root", type=Path, default=Path.cwd())
     args = parser.parse_args(argv)
     root = args.root.resolve()
@@ -198,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     imports = graph.Imports(root)
     sources = graph.fingerprint(root, notebook, imports)
     records = graph.records(root, imports.studies(notebook), args.scale)
-    error = execute(root, notebook, args.scale, args.timeout)
+    by = plain.execute if args.plain else functools.partial(by_papermill, timeout=args.timeout)
+    error = execute(root, notebook, args.scale, by)
     seconds = round(time.time() - began, 1)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     peak = used.ru_maxrss // (1024 if sys.platform != "darwin" else 1024**2)

@@ -57,7 +57,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=minutes,
         default=None,
         metavar="MINUTES",
-        help="time for trainings without a record, most valuable first; what is left goes on in the next run",
+        help="time for trainings without a record, most valuable first; what is left goes on in the next run; "
+        "default: all of them, but at gpu scale on one machine as workflow/config.yaml says",
     )
     parser.add_argument("--retrain", action="store_true", help="train anew what has a record")
     parser.add_argument(
@@ -188,7 +189,7 @@ def prepare(args: argparse.Namespace) -> dict:
         plan.to_train(args.root, args.scale, units),
         only=args.only,
         cores=args.cores,
-        budget=args.budget,
+        budget=args.budget if args.budget is not None or args.profile else publish_settings()["budget"].get(args.scale),
         cluster=bool(args.profile),
     )
 

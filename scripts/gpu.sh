@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The first half hour on a GPU, in parts of at most nine minutes, the most valuable first; Jupyter is not needed.
+#
+#   bash scripts/gpu.sh PART [SCALE]        PART: 1 to 3; SCALE: gpu, or smoke to try it
+#
+#   1  cost tables of HEPT and SBM-Transformer
+#   2  cost tables of Sampled Transformer, PAT and SAMSA
+#   3  trainings for eight minutes: the first rows of all studies; again, and it goes on
+#
+# What it makes lies in build/SCALE (publish it with workflow/publish.py) and figures/*/runs/SCALE. Where OUT names a folder
+# it is packed there as well.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+scale=${2:-gpu} python=.venv/bin/python status=0
+[[ -x $python ]] || python=python3
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+
+tables() {
+    for notebook in "$@"; do
+        timeout $((540 / $#)) $python workflow/execute.py "$notebook" --scale "$scale" --plain --threads "$(nproc)" || status=1
+    done
+}
+
+case ${1:-} in
+    1) tables hept/32_attention hept/33_models sbm/40_fastrg sbm/41_attention ;;
+    2) tables sampled/51_attention pat/60_layers samsa/71_attention ;;
+    3) timeout 540 $python -m sparseattn.studies all --scale "$scale" --budget 8 || status=$? ;;
+    *) sed -n 2,12p "$0"; exit 2 ;;
+esac
+if [[ -n ${OUT:-} ]]; then
+    tar -czf "$OUT/part$1.tgz" --ignore-failed-read "build/$scale/figures" "build/$scale/executed" figures/*/runs/"$scale" 2>/dev/null
+fi
+exit $status
