@@ -7,6 +7,7 @@ __all__ = ['LEFT', 'state', 'plan', 'main']
 
 # %% ../../nbs/lab/83_command.ipynb #b7185a81
 import argparse
+import itertools
 import json
 import math
 import os
@@ -35,7 +36,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         description="Train what has no record yet; records lie in figures/STUDY/runs/SCALE/. Ctrl-C and a kill lose "
                     "nothing: run it again to go on.",
         epilog=f"studies: {', '.join(names)}")
-    parser.add_argument("studies", nargs="*", metavar="STUDY", help="none: list them")
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help="none: list them; all: all of them")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu")
     parser.add_argument("--rows", type=_words, metavar="A,B", help="only these rows, named as their files: hept-sum")
     parser.add_argument("--seeds", type=_numbers, metavar="0,1", help="only these seeds")
@@ -105,7 +106,7 @@ def _show(chosen: list[Unit]) -> None:
     """The plan for people."""
     states = {unit: state(unit) for unit in chosen}
     for unit, word in states.items():
-        print(f"  {unit.study.name:<14}{unit.name:<40}{word}")
+        print(f"  {unit.study.name:<16}{unit.name:<40}{word}")
     todo = [unit for unit, word in states.items() if word == "to train"]
     minutes = sum(line["minutes"] for unit in todo for line in plan([unit], unit.scale))
     print(f"{len(chosen)} units, {len(todo)} to train: about {minutes:.0f} minutes of one core or GPU")
@@ -249,25 +250,32 @@ def main(names: list[str], find: Callable[[str], Study], argv: list[str] | None 
 
     Example:
         >>> main(["toy"], lambda name: Study(name, "a study of seconds", {}, {}), [])
-        toy           a study of seconds
+        toy             a study of seconds
         0
     """
     parser = _parser(names)
     args = parser.parse_args(argv)
+    if args.studies == ["all"]:
+        args.studies = names
     if unknown := [name for name in args.studies if name not in names]:
         parser.error(f"there is no study {unknown[0]!r}; choose of: {', '.join(names)}")
     try:
         found = [find(name) for name in args.studies or (names if args.units else [])]
-        chosen = [u for study in found for u in units(study, args.scale, rows=args.rows, seeds=args.seeds)]
+        chosen = _in_turn([units(study, args.scale, rows=args.rows, seeds=args.seeds) for study in found])
     except ValueError as error:
         parser.error(str(error))
     if not args.studies and not args.units:
-        print("\n".join(f"{name:<14}{find(name).title}" for name in names))
+        print("\n".join(f"{name:<16}{find(name).title}" for name in names))
         return 0
     try:
         return _do(chosen, args, parser)
     except ValueError as error:                 # a damaged record, or no such device
         parser.error(str(error))
+
+
+def _in_turn(each: list[list[Unit]]) -> list[Unit]:
+    """Units of several studies in order of value: the first of each, the second of each, and so on."""
+    return [unit for turn in itertools.zip_longest(*each) for unit in turn if unit is not None]
 
 
 def _cores() -> int:

@@ -18,7 +18,7 @@ from ..core.attention import (AttentionInfo, check_choice, check_count, check_qk
                                        checked_cloud, dense_attention, hide_masked, uncompiled)
 from ..core.native import c_kernels
 from ..core.relaxation import check_noise, check_tau, gumbel, straight_through
-from ..core.tiles import few_keys_attention, laid_out
+from ..core.tiles import as_contiguous, few_keys_attention
 from ..core.transformer import head_channels, register_attention
 from .sampling import _Swap
 
@@ -133,7 +133,7 @@ static inline int64_t work(const int64_t *s) { return s[CLOUDS] * s[HEADS] * s[C
 _GATHER = r"""
 static int gathered(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *out, const int64_t *s) {
     int64_t m = s[CHOSEN], d = s[WIDTH], e = s[VALUES], head = pair % s[HEADS];
-    int strange = 0;
+    int nonfinite = 0;
     for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
         if (a + AHEAD < (pair + 1) * m) {
             ask(row(k, own_k, index[a + AHEAD], pair, head, d, s[KEYS_BY_POINT], s), d);
@@ -141,17 +141,17 @@ static int gathered(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v, co
         }
         REAL *to = out + a * (d + e), sum = copy(to, row(k, own_k, index[a], pair, head, d, s[KEYS_BY_POINT], s), d);
         sum += copy(to + d, row(v, own_v, index[a], pair, head, e, s[VALUES_BY_POINT], s), e);
-        strange |= !isfinite(sum);
+        nonfinite |= !isfinite(sum);
     }
-    return strange;
+    return nonfinite;
 }
 
 int gather(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *out, const int64_t *s) {
-    int strange = 0;
-    #pragma omp parallel for num_threads(s[THREADS]) if (work(s) > LARGE) reduction(| : strange)
+    int nonfinite = 0;
+    #pragma omp parallel for num_threads(s[THREADS]) if (work(s) > LARGE) reduction(| : nonfinite)
     for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
-        strange |= gathered(pair, k, v, own_k, own_v, index, out, s);
-    return strange;
+        nonfinite |= gathered(pair, k, v, own_k, own_v, index, out, s);
+    return nonfinite;
 }
 
 int scatter(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, const REAL *grad, const int64_t *s) {
@@ -239,13 +239,13 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, k, v, own_k, own_v, index, supports, look):
         ctx.save_for_backward(index)
         (batch, heads, n, d), e = k.shape, v.shape[3]
-        (k, keys_by_point), (v, values_by_point) = laid_out(k), laid_out(v)
+        (k, keys_by_point), (v, values_by_point) = as_contiguous(k), as_contiguous(v)
         ctx.sizes = (batch, heads, n, index.shape[2], d, e, keys_by_point, values_by_point, supports,
                      torch.get_num_threads())
         out = k.new_empty(batch, heads, index.shape[2], d + e)
         ctx.kernels = c_kernels(_SOURCE, k)
-        strange = ctx.kernels("gather", k, v, own_k, own_v, index, out, ctx.sizes)
-        if strange and look is not None:
+        nonfinite = ctx.kernels("gather", k, v, own_k, own_v, index, out, ctx.sizes)
+        if nonfinite and look is not None:
             look()
         return out
 
@@ -306,7 +306,7 @@ def _capped(scores, top, samples, tau):
 def _best(kernels, k, v, noisy, supports, samples, look):
     "`_searched` for a hard choice without a gradient."
     (batch, heads, n, d), e = k.shape, v.shape[3]
-    (k, keys_by_point), (v, values_by_point) = laid_out(k), laid_out(v)
+    (k, keys_by_point), (v, values_by_point) = as_contiguous(k), as_contiguous(v)
     tables, number = _tables(k, supports)
     index = noisy.new_empty(batch, heads, samples, dtype=torch.int64)
     rows = k.new_empty(batch, heads, samples, d + e)
@@ -480,7 +480,7 @@ def _info(index, mask, n, d, mixed):
 def _check_options(samples, tau, supports, inference):
     check_count("samples", samples)
     check_tau(tau)
-    check_choice("inference", inference, ("top-k", "mixed"))
+    check_choice("inference", inference, ("top-k", "mixed", "noise"))
     if supports is not None and (not isinstance(supports, int) or supports < 0):
         raise ValueError(f"supports must be None or an integer >= 0, got {supports!r}")
 
@@ -498,8 +498,9 @@ class SAMSAAttention(_Parts):
         hard: train straight through; else with mixtures of the rows sampled and the next ones.
         tau: temperature; the paper gives none.
         supports: learned rows of a head; None takes `2 * samples`, with which any number of tokens will do.
-        inference: "top-k"; or "mixed", with which a layer that is not hard mixes in evaluation too, without noise.
-        as_released: noise and mixtures in evaluation too, and the gradient by the scores capped.
+        inference: how rows are chosen in evaluation. "top-k": those of the highest scores; "mixed": a layer that is not
+            hard mixes too, without noise; "noise": as in training.
+        as_released: inference "noise", and the gradient by the scores capped.
 
     Raises:
         ValueError: see `head_channels`; options out of range; input that does not fit, see `checked_cloud`.
@@ -514,15 +515,15 @@ class SAMSAAttention(_Parts):
                  head_dim: int | None = None):
         _check_options(samples, tau, supports, inference)
         super().__init__(dim, heads, head_dim, 2 * samples if supports is None else supports)
-        self.samples, self.hard, self.tau, self.inference = samples, hard, tau, inference
-        self.as_released = as_released
+        self.samples, self.hard, self.tau, self.as_released = samples, hard, tau, as_released
+        self.inference = "noise" if as_released else inference
 
     def forward(self, x, coords=None, mask=None, return_info: bool = False, noise=None, generator=None):
         """Output `(b, n, c)`, 0 where masked; with `return_info` also an `AttentionInfo`. `noise`: see `draw`."""
         x, _ = checked_cloud(x, coords, mask, self.query.in_features)
-        if noise is None and (self.training or self.as_released):
+        if noise is None and (self.training or self.inference == "noise"):
             noise = self.draw(*x.shape[:2], generator)
-        hard = self.hard or not (self.training or self.as_released or self.inference == "mixed")
+        hard = self.hard or not self.training and self.inference == "top-k"
         out, index = _attend(*self.heads_of(x), noise, mask, self.supports, self.samples, self.tau, hard,
                              cap=self.as_released)
         out = hide_masked(self.out(out.transpose(1, 2).flatten(2)), mask)

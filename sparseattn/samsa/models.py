@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SAMSA_SETTINGS', 'SIZES', 'DropPath', 'SAMSALayer', 'SAMSAEncoder', 'sinusoids', 'SequenceNetwork', 'PointNetwork',
-           'GraphBridge', 'GraphNetwork', 'encoder_parameters', 'encoder_flops']
+           'GraphBridge', 'GraphNetwork', 'sampling_layers', 'set_inference', 'EqualScores', 'choose_at_random',
+           'inference_modes', 'encoder_parameters', 'encoder_flops']
 
 # %% ../../nbs/samsa/72_models.ipynb #ae56f04a
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..core.attention import (check_choice, check_count, check_finite, check_mask, checked_cloud,
                                        hide_masked)
 from ..core.transformer import head_channels, make_attention
-from .attention import samsa_flops
+from .attention import SAMSAAttention, samsa_flops
 
 # %% ../../nbs/samsa/72_models.ipynb #740411fe
 class DropPath(nn.Module):
@@ -435,6 +436,80 @@ class GraphNetwork(nn.Module):
         x, infos = self.encoder(x, mask, return_info=True)
         out = self.answer(_pooled(x, mask, self.pool))
         return (out, infos) if return_info else out
+
+# %% ../../nbs/samsa/72_models.ipynb #72ctl001
+def sampling_layers(network: nn.Module) -> list[SAMSAAttention]:
+    """The layers of sampled attention in a network, in their order.
+
+    Example:
+        >>> len(sampling_layers(SAMSAEncoder(16, 3, 4, samples=8)))
+        3
+    """
+    return [layer for layer in network.modules() if isinstance(layer, SAMSAAttention)]
+
+
+def set_inference(network: nn.Module, inference: str) -> nn.Module:
+    """Let all layers of sampled attention choose in evaluation by "top-k", "mixed" or "noise"; returns the network.
+
+    See `SAMSAAttention`. Layers of `choose_at_random` go on to draw.
+
+    Raises:
+        ValueError: unknown name.
+
+    Example:
+        >>> sampling_layers(set_inference(SAMSAEncoder(16, 1, 4, samples=8), "noise"))[0].inference
+        'noise'
+    """
+    check_choice("inference", inference, ("top-k", "mixed", "noise"))
+    for layer in sampling_layers(network):
+        layer.inference = "noise" if isinstance(layer.importance, EqualScores) else inference
+    return network
+
+# %% ../../nbs/samsa/72_models.ipynb #72ctl002
+class EqualScores(nn.Module):
+    """0 for every token and head, in the place of `samsa.attention.Importance`.
+
+    Example:
+        >>> EqualScores(4)(torch.randn(2, 10, 16)).shape
+        torch.Size([2, 10, 4])
+    """
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n h"]:
+        """Zeros."""
+        return x.new_zeros(*x.shape[:2], self.heads)
+
+
+def choose_at_random(network: nn.Module) -> nn.Module:
+    """Let all layers of sampled attention draw rows with equal chances, in evaluation too; returns the network.
+
+    Example:
+        >>> layer = sampling_layers(choose_at_random(SAMSAEncoder(16, 1, 4, samples=8)))[0]
+        >>> layer.inference
+        'noise'
+    """
+    for layer in sampling_layers(network):
+        layer.importance, layer.inference = EqualScores(layer.heads), "noise"
+        layer.support_scores.requires_grad_(False).zero_()
+    return network
+
+
+def inference_modes(network: nn.Module) -> list[str]:
+    """The modes that can differ for a network, the one that its number is given in first; [] where no score is learned.
+
+    Top-k first; mixtures for layers that are not hard.
+
+    Example:
+        >>> inference_modes(SAMSAEncoder(16, 1, 4, samples=8, hard=False))
+        ['mixed', 'top-k', 'noise']
+    """
+    layers = sampling_layers(network)
+    if not layers or isinstance(layers[0].importance, EqualScores):
+        return []
+    return ["top-k", "noise"] if layers[0].hard else ["mixed", "top-k", "noise"]
 
 # %% ../../nbs/samsa/72_models.ipynb #9ccd3140
 def encoder_parameters(depth: int, dim: int, hidden: int, heads: int, *, samples: int | None = None) -> dict[str, int]:

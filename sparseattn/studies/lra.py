@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TASKS', 'FEATURES', 'FLOORS', 'METHODS', 'ROWS', 'SETTINGS', 'SIZE', 'STUDY', 'official_expressions', 'missing',
-           'load', 'with_density', 'Reader', 'network', 'loss', 'drawn', 'validate', 'of_task']
+           'load', 'with_density', 'Reader', 'network', 'loss', 'drawn', 'validate']
 
 # %% ../../nbs/sbm/45_lra.ipynb #45exp002
 import csv
@@ -18,7 +18,7 @@ from torch import nn
 
 from ..data.cache import data_path, have_data
 from ..data.sequences import Part, listops_encode, load_task, task_sources
-from ..lab.classify import classification, cross_entropy
+from ..lab.classify import by_task, classification, cross_entropy
 from ..lab.floors import gradient_cells, gram_counts
 from ..sbm.models import SequenceClassifier, density, matched_hidden
 
@@ -259,20 +259,11 @@ _ONE = classification("lra", "SBM attention and its rivals on the Long Range Are
 
 def validate(model, setting, data):
     """Accuracy, cross-entropy, and the density of the masks on a batch."""
-    mine = data[model.task]
-    inputs, device = mine["val"][0], next(model.parameters()).device
+    inputs, device = data["val"][0], next(model.parameters()).device
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = {name: x[:setting["batch"]].to(device) for name, x in inputs.items()}
-        return _ONE.validate(model, setting, mine) | {"density": model(**batch)[1].mean().item()}
+        return _ONE.validate(model, setting, data) | {"density": model(**batch)[1].mean().item()}
 
 
-def of_task(function):
-    """A function of a row that sees the data of its task only."""
-    def call(row, setting, data, *more):
-        return function(row, setting, data[ROWS[row]["task"]], *more)
-    return call
-
-
-STUDY = replace(_ONE, network=of_task(_ONE.network), batches=of_task(_ONE.batches), floor=of_task(_ONE.floor), validate=validate,
-                test=lambda model, setting, data: _ONE.test(model, setting, data[model.task]))
+STUDY = by_task(replace(_ONE, validate=validate))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENCODINGS', 'NETWORKS', 'FLOORS', 'ROWS', 'SETTINGS', 'SIZES', 'STUDY', 'precision', 'FeatureEmbedding',
-           'TokenNetwork', 'sampled', 'asked', 'GeometricNetwork', 'build', 'bag_of_atoms', 'fingerprints', 'floor',
+           'TokenNetwork', 'inference', 'GeometricNetwork', 'build', 'bag_of_atoms', 'fingerprints', 'floor',
            'libraries', 'missing', 'data', 'network', 'seen', 'batches', 'loss', 'predict', 'validate', 'test',
            'chosen_peptide', 'drawn']
 
@@ -21,8 +21,7 @@ from ..data import peptides
 from ..lab import floors
 from ..lab.study import Study
 from ..lab.train import to_device
-from ..samsa.attention import SAMSAAttention
-from ..samsa.models import GraphNetwork
+from ..samsa.models import GraphNetwork, choose_at_random, sampling_layers, set_inference
 
 # %% ../../nbs/samsa/74_peptides.ipynb #db74af47
 def precision(outcomes):
@@ -64,32 +63,20 @@ class TokenNetwork(nn.Module):
         self.network = GraphNetwork(outputs, node_features=dim, edge_features=dim, dim=dim, attention=attention,
                                     attention_options=options, **sizes)
         nn.init.constant_(self.network.encoder.alpha, multiplier)
-        for layer in sampled(self) if random else []:
-            for weight in (*layer.importance.parameters(), layer.support_scores):
-                nn.init.zeros_(weight.requires_grad_(False))
+        if random:
+            choose_at_random(self)
 
     def forward(self, batch, return_info=False):
         nodes, edges = self.atoms(batch["nodes"]), self.bonds(batch["edge_features"])
         return self.network(nodes, edges, batch["edges"], batch["node_mask"], batch["edge_mask"], return_info)
 
-
-def sampled(model):
-    """The layers of sampled attention in a network."""
-    return [layer for layer in model.modules() if isinstance(layer, SAMSAAttention)]
-
 # %% ../../nbs/samsa/74_peptides.ipynb #aa3f1f6f
 @contextmanager
-def asked(model, trained=True):
-    """Ask sampled layers with noise, and soft ones with mixtures, as they were trained; the same draws every time."""
+def inference(model, mode):
+    """A network in an inference mode (`set_inference`), with the same draws every time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        for layer in sampled(model):
-            layer.as_released = trained
-        try:
-            yield
-        finally:
-            for layer in sampled(model):
-                layer.as_released = False
+        yield set_inference(model, mode)
 
 # %% ../../nbs/samsa/74_peptides.ipynb #4229ae0e
 def _layer(kind, dim, heads):
@@ -276,29 +263,29 @@ def loss(model, batch, generator):
     return nn.functional.binary_cross_entropy_with_logits(model(batch), batch["targets"])
 
 
-def predict(model, graphs, trained=True, batch=32):
+def predict(model, graphs, mode="noise", batch=32):
     """Outputs for all peptides (N, outputs), in their order; those of similar size share a batch."""
     device, order, found = next(model.parameters()).device, graphs.sizes.argsort(stable=True), []
-    with torch.no_grad(), asked(model, trained):
+    with torch.no_grad(), inference(model, mode):
         for one in peptides.batches(graphs.subset(order), batch, shuffle=False):
             found.append(model(to_device(one, device)).float().cpu())
     return torch.cat(found)[order.argsort()]
 
 # %% ../../nbs/samsa/74_peptides.ipynb #b00b3afc
-def _scores(model, part, data, trained=True):
+def _scores(model, part, data, mode="noise"):
     graphs = seen(getattr(model, "encoding", None), part, data)
-    return floors.outcomes(predict(model, graphs, trained).numpy(), graphs.targets.numpy())
+    return floors.outcomes(predict(model, graphs, mode).numpy(), graphs.targets.numpy())
 
 
 def validate(model, setting, data):
-    """Average precision on the validation peptides, asked as trained."""
+    """Average precision on the validation peptides, with noise as in training."""
     return {"AP": precision(_scores(model, "val", data))}
 
 
 def test(model, setting, data):
-    """Outputs and answers for every test peptide, asked as trained; of sampled attention also with plain top-k."""
+    """Outputs and answers for every test peptide, with noise as in training; of sampled attention also by plain top-k."""
     found = {"test": _scores(model, "test", data)}
-    return found | ({"test, plain top-k": _scores(model, "test", data, trained=False)} if sampled(model) else {})
+    return found | ({"test, plain top-k": _scores(model, "test", data, "top-k")} if sampling_layers(model) else {})
 
 # %% ../../nbs/samsa/74_peptides.ipynb #1859dd88
 def chosen_peptide(graphs):
@@ -306,10 +293,10 @@ def chosen_peptide(graphs):
     return int((graphs.sizes - 70).abs().argmin())
 
 
-def _infos(model, graphs, trained=True, draws=1):
+def _infos(model, graphs, mode="noise", draws=1):
     """What the layers report of some peptides, a list for each draw."""
     batch = to_device(peptides.pad(graphs), next(model.parameters()).device)
-    with asked(model, trained):
+    with inference(model, mode):
         return [model(batch, return_info=True)[1] for _ in range(draws)]
 
 # %% ../../nbs/samsa/74_peptides.ipynb #5036438a
@@ -319,8 +306,9 @@ def drawn(row, model, setting, data):
         return {}
     found = {"multiplier": [model.network.encoder.alpha.item()]}
     few = data["val"].subset(range(min(64, len(data["val"]))))
-    if sampled(model):
-        found["supports"] = [[info.extra["supports"] for info in _infos(model, few, way)[0]] for way in (True, False)]
+    if sampling_layers(model):
+        found["supports"] = [[info.extra["supports"] for info in _infos(model, few, mode)[0]]
+                             for mode in ("noise", "top-k")]
     if row == "hard SAMSA":
         one = data["test"].subset([chosen_peptide(data["test"])])
         tokens = int(one.sizes[0] + 2 * one.bond_counts[0])

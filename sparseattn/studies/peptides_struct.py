@@ -14,6 +14,7 @@ from torch import nn
 from ..data import peptides as molecules
 from ..lab import floors
 from ..lab.study import Study
+from ..samsa.models import sampling_layers
 from . import peptides as func
 
 # %% ../../nbs/samsa/76_conformers.ipynb #39732eb1
@@ -117,20 +118,20 @@ def loss(model, batch, generator):
     return nn.functional.l1_loss(model(batch), batch["targets"])
 
 
-def _tested(model, part, data, trained=True):
+def _tested(model, part, data, mode="noise"):
     graphs = func.seen(getattr(model, "encoding", None), part, data)
-    return _outcomes(func.predict(model, graphs, trained).numpy(), graphs)
+    return _outcomes(func.predict(model, graphs, mode).numpy(), graphs)
 
 # %% ../../nbs/samsa/76_conformers.ipynb #1d17b545
 def validate(model, setting, data):
-    """Minus the error on the validation part, asked as trained."""
+    """Minus the error on the validation part, with noise as in training."""
     return {"minus MAE": float(_tested(model, "val", data).mean())}
 
 
 def test(model, setting, data):
-    """Minus the error of every test peptide, asked as trained; of sampled attention also with plain top-k."""
+    """Minus the error of every test peptide, with noise as in training; of sampled attention also by plain top-k."""
     found = {"test": _tested(model, "test", data)}
-    return found | ({"test, plain top-k": _tested(model, "test", data, trained=False)} if func.sampled(model) else {})
+    return found | ({"test, plain top-k": _tested(model, "test", data, "top-k")} if sampling_layers(model) else {})
 
 
 def drawn(row, model, setting, data):

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn.core import tiles
 from sparseattn.core.native import c_kernels
-from sparseattn.core.tiles import TILES, few_keys_attention, laid_out
+from sparseattn.core.tiles import TILES, few_keys_attention, as_contiguous
 
 needs_loop = pytest.mark.skipif(c_kernels(tiles._SOURCE, torch.zeros(1)) is None, reason="needs a C compiler")
 SIZES = [(1, 1, 1, 1, 1, 1), (1, 1, 1, 7, 5, 2), (2, 3, 50, 37, 7, 5), (1, 2, 33, 16, 16, 32), (3, 1, 64, 128, 64, 64),
@@ -195,13 +195,13 @@ def test_other_dtypes_autocast_and_compile():
         torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
-def test_laid_out():
+def test_as_contiguous():
     x = torch.randn(2, 3, 4, 5)
-    same, by_point = laid_out(x)
+    same, by_point = as_contiguous(x)
     assert same is x and not by_point
-    turned, by_point = laid_out(x.transpose(1, 2))
+    turned, by_point = as_contiguous(x.transpose(1, 2))
     assert by_point and turned.equal(x)
-    copied, by_point = laid_out(x[..., ::2])
+    copied, by_point = as_contiguous(x[..., ::2])
     assert not by_point and copied.is_contiguous() and copied.equal(x[..., ::2])
 
 

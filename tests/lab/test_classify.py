@@ -177,3 +177,29 @@ def test_a_study_judges_in_its_own_way_and_groups_are_drawn_whole(tmp_path):
     over = classify.experiment(found, "network").interval
     assert over.items == 5 and classify.experiment(found, "network", part="all").interval.items == 60
     assert over.value == 100 * np.mean(found.means("network", "test"))
+
+
+def test_rows_see_the_data_of_their_task_only(tmp_path):
+    """Two tasks with other labels: each is learned, and scored on its own items."""
+
+    class Of(nn.Sequential):
+        task = ""
+
+    def load_both(setting):
+        return {"sources": ["points"], "thirds": load(setting), "halves": {
+            part: (x, (x[:, 0] > 0).long()) for part, (x, _) in list(load(setting).items())[1:]}}
+
+    rows = {f"{task}: {name}": options | {"task": task} for task in ("thirds", "halves")
+            for name, options in {"constant": ROWS["constant"], "network": {}}.items()}
+
+    def one(row, setting, data):
+        made = Of(*network(row, setting, data))
+        made.task = rows[row]["task"]
+        return made
+
+    found = records(classify.by_task(study(rows, load_both, one)), "smoke", root=tmp_path)
+    right = {row: np.mean(found.means(row, "test")) for row in found.rows()}
+    assert right["halves: network"] > 0.9 and right["thirds: network"] > 0.7
+    halves = load_both(None)["halves"]
+    most = halves["train"][1].bincount().argmax()
+    assert right["halves: constant"] == (halves["test"][1] == most).double().mean()

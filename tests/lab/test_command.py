@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -95,6 +96,16 @@ def test_the_plan_knows_records_and_names_damaged_ones(clone):
     record.write_text(record.read_text()[:-20])
     status, text = call(clone, "toy", "--units", "plan.json")
     assert status == 2 and "majority-0.json: not a whole record" in text and "Traceback" not in text
+
+
+def test_several_studies_take_turns(clone, monkeypatch):
+    monkeypatch.syspath_prepend(HERE / "studies")
+    monkeypatch.chdir(clone)
+    toy = importlib.import_module("toy").STUDY
+    assert main(["a", "b"], lambda name: replace(toy, name=name), ["all", "--units", "plan.json"]) == 0
+    plan = json.loads((clone / "plan.json").read_text())
+    assert [unit["study"] for unit in plan] == ["a", "b"] * (len(plan) // 2)
+    assert [unit["unit"] for unit in plan[::2]] == [unit["unit"] for unit in plan[1::2]]
 
 
 def test_everything_then_nothing(clone):

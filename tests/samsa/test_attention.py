@@ -293,7 +293,7 @@ def test_precision(dtype, tolerance):
         _same([x.double() for x in found], exact, tolerance * 4)
 
 
-def test_evaluation_is_deterministic_and_as_released_is_not():
+def test_evaluation_is_deterministic_but_with_noise():
     torch.manual_seed(0)
     x = torch.randn(1, 100, 16)
     for hard, inference in ((True, "top-k"), (False, "top-k"), (False, "mixed")):
@@ -302,7 +302,7 @@ def test_evaluation_is_deterministic_and_as_released_is_not():
         plain = copy.deepcopy(layer)
         plain.hard = True
         assert torch.allclose(layer(x), plain(x), atol=1e-6) == (inference == "top-k")
-        layer.as_released = True
+        layer.inference = "noise"
         assert not layer(x).equal(layer(x))
         quiet = torch.zeros(())
         torch.testing.assert_close(layer(x, noise=quiet), layer.eval()(x, noise=quiet))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from sparseattn.lab.measure import counted_flops
-from sparseattn.samsa.models import (SAMSA_SETTINGS, SIZES, DropPath, GraphBridge, GraphNetwork, PointNetwork,
-                                     SAMSAEncoder, SequenceNetwork, encoder_flops, encoder_parameters, sinusoids)
+from sparseattn.samsa.models import (SAMSA_SETTINGS, SIZES, DropPath, EqualScores, GraphBridge, GraphNetwork,
+                                     PointNetwork, SAMSAEncoder, SequenceNetwork, choose_at_random, encoder_flops,
+                                     encoder_parameters, sampling_layers, set_inference, sinusoids)
 
 SMALL = dict(dim=16, depth=2, heads=4, attention_options=dict(samples=6))
 EDGES = torch.tensor([[[0, 1], [1, 2], [2, 0], [2, 3], [3, 4], [4, 3], [4, 4]]])
@@ -269,3 +270,21 @@ def test_bad_input():
         sequence(torch.zeros(1, 4))
     with pytest.raises(TypeError, match="edges must be an int64"):
         bridge(three, None, torch.zeros(1, 1, 2))
+
+
+def test_a_network_is_set_to_an_inference_mode_as_a_whole():
+    net = _awake(PointNetwork(3, **(SMALL | {"attention_options": dict(samples=6, hard=False)})))
+    x = torch.randn(1, 30, 3).double()
+    assert len(sampling_layers(net)) == 2 and not sampling_layers(PointNetwork(3, attention="dense"))
+    found = {mode: set_inference(net, mode)(x) for mode in ("top-k", "mixed", "noise")}
+    assert not found["top-k"].equal(found["mixed"]) and not found["noise"].equal(net(x))
+    assert all(set_inference(net, mode)(x).equal(found[mode]) for mode in ("top-k", "mixed"))
+    with pytest.raises(ValueError, match="inference"):
+        set_inference(net, "soft")
+
+
+def test_a_random_choice_stays_random_and_learns_no_scores():
+    net, x = _awake(choose_at_random(PointNetwork(3, **SMALL))), torch.randn(1, 30, 3).double()
+    assert not set_inference(net, "top-k")(x).equal(net(x))
+    for layer in sampling_layers(net):
+        assert isinstance(layer.importance, EqualScores) and not layer.support_scores.requires_grad

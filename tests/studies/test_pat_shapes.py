@@ -5,7 +5,7 @@ import torch
 from sparseattn.baselines.graphs import PointNet
 from sparseattn.pat.layers import GumbelSubsetSampling
 from sparseattn.pat.models import class_scores
-from sparseattn.studies.pat_shapes import ROWS, STUDY, Answers, RandomSubset, load, network
+from sparseattn.studies.pat_shapes import ROWS, STUDY, Answers, RandomSubset, network
 
 SETTING = STUDY.at("smoke")
 CLASSES = {"_classes": ("chair", "cabinet", "couch", "plant")}
@@ -54,6 +54,6 @@ def test_without_attention_points_do_not_meet_after_the_embedding():
 
 
 def test_parts_are_disjoint():
-    data = load(SETTING)
+    data = STUDY.data(SETTING)
     train, val = ({tuple(cloud.flatten().tolist()) for cloud in data[part][0]} for part in ("train", "val"))
     assert len(val) == SETTING["validation"] and not train & val

@@ -1,10 +1,11 @@
-"""Peptides: the official metric, how networks are asked, where they start."""
+"""Peptides: the official metric, inference modes, where networks start."""
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
+from sparseattn.samsa.models import EqualScores, sampling_layers
 from sparseattn.studies import peptides as func
 from sparseattn.studies import peptides_struct as struct
 
@@ -27,14 +28,11 @@ def test_precision_is_the_official_one(levels):
 
 
 @pytest.mark.parametrize("row", ["hard SAMSA", "soft SAMSA"])
-def test_a_network_is_asked_as_it_was_trained(row, data):
+def test_a_network_is_tested_as_it_was_trained(row, data):
     model = func.network(row, SETTING, data).eval()
     noisy, again = (func.predict(model, data["test"]) for _ in range(2))
-    plain = func.predict(model, data["test"], trained=False)
+    plain = func.predict(model, data["test"], mode="top-k")
     assert torch.equal(noisy, again) and not torch.allclose(noisy, plain)
-    with func.asked(model), torch.no_grad():
-        assert all(layer.as_released for layer in func.sampled(model))
-    assert not any(layer.as_released for layer in func.sampled(model))
 
 
 def test_predictions_keep_the_order_of_the_peptides(data):
@@ -44,9 +42,8 @@ def test_predictions_keep_the_order_of_the_peptides(data):
 
 def test_a_random_choice_learns_no_scores(data):
     model = func.network("hard SAMSA, random choice", SETTING, data)
-    for layer in func.sampled(model):
-        weights = (*layer.importance.parameters(), layer.support_scores)
-        assert all(not w.requires_grad and not w.any() for w in weights)
+    for layer in sampling_layers(model):
+        assert isinstance(layer.importance, EqualScores) and not layer.support_scores.requires_grad
     assert model.network.encoder.alpha == SETTING["multiplier"]
     assert func.network("hard SAMSA, multiplier from 0", SETTING, data).network.encoder.alpha == 0
 

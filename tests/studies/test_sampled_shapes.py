@@ -3,7 +3,7 @@
 import pytest
 import torch
 from sparseattn.sampled.models import HierarchicalClassifier, ShapeClassifier
-from sparseattn.studies.sampled_shapes import ROWS, STUDY, drawn, load, network
+from sparseattn.studies.sampled_shapes import ROWS, STUDY, drawn, network
 
 SETTING = STUDY.at("smoke")
 CLASSES = {"_classes": ("chair", "cabinet", "couch", "plant")}
@@ -57,7 +57,7 @@ def test_every_level_of_the_small_hierarchy_has_points_to_attend_to():
 
 
 def test_drawn_holds_answers_of_eight_cycles():
-    data = load(SETTING)
+    data = STUDY.data(SETTING)
     found = drawn("sampled", built("sampled"), SETTING, data)
     items = len(data["test"][1])
     assert found["single"].shape == (8, items) and found["mean"].shape == (items,)

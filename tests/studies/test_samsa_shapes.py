@@ -1,15 +1,16 @@
-"""The rows of SAMSA's study on shapes: what each of them changes, and how a trained network is asked."""
+"""The rows of SAMSA's study on shapes: what each of them changes, and in which modes a trained network is tested."""
 
 import pytest
 import torch
-from sparseattn.studies.samsa_shapes import ROWS, STUDY, EqualScores, ask, drawn, load, network, scored, ways
+from sparseattn.samsa.models import EqualScores, inference_modes, set_inference
+from sparseattn.studies.samsa_shapes import ROWS, STUDY, drawn, network
 
 SETTING = STUDY.at("smoke")
 
 
 @pytest.fixture(scope="module")
 def data():
-    return load(SETTING)
+    return STUDY.data(SETTING)
 
 
 def built(row, data):
@@ -26,7 +27,8 @@ def test_rows_differ_where_they_say(data):
             assert layer.hard == options.get("hard", True)
     starts = {"hard 256": SETTING["multiplier"], "no attention": SETTING["multiplier"], "hard 256, from 0": 0.0}
     assert {row: built(row, data).encoder.alpha.item() for row in starts} == starts
-    names = {row: ways(built(row, data)) for row in ("hard 256", "soft 256", "random 256", "full", "PointNet")}
+    rows = ("hard 256", "soft 256", "random 256", "full", "PointNet")
+    names = {row: inference_modes(built(row, data)) for row in rows}
     assert names.pop("hard 256") == ["top-k", "noise"] and names.pop("soft 256") == ["mixed", "top-k", "noise"]
     assert not any(names.values())
 
@@ -43,14 +45,14 @@ def test_random_rows_draw_all_keys_equally_often_and_learn_no_scores(data):
     assert isinstance(layer.importance, EqualScores) and not layer.support_scores.requires_grad
 
 
-def test_soft_rows_are_tested_as_mixtures_and_other_ways_are_beside(data):
+def test_soft_rows_are_tested_as_mixtures_and_other_modes_are_beside(data):
     model = built("soft 256", data)
-    found = scored(model, SETTING, data)
+    found = STUDY.test(model, SETTING, data)
     assert list(found) == ["test", "top-k", "noise"] and all(len(y) == len(data["test"][1]) for y in found.values())
     points = data["test"][0][:2]
-    mixed, best = ask(model, "mixed")(points), ask(model, "top-k")(points)
-    assert not torch.equal(mixed, best) and torch.equal(ask(model, "mixed")(points), mixed)
-    assert not torch.equal(ask(model, "noise")(points), model(points))
+    mixed, best = set_inference(model, "mixed")(points), set_inference(model, "top-k")(points)
+    assert not torch.equal(mixed, best) and torch.equal(set_inference(model, "mixed")(points), mixed)
+    assert not torch.equal(set_inference(model, "noise")(points), model(points))
 
 
 def test_drawn_holds_what_the_page_reads(data):

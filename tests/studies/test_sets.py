@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from sparseattn.data import shapes
+from sparseattn.lab.classify import on_clouds
 from sparseattn.studies import set_shapes, sets
 
 SETTING = sets.STUDY.at("smoke")
@@ -55,15 +57,16 @@ def test_every_row_gets_the_same_sets_and_they_are_fresh(data):
 
 
 def test_shapes_have_variance_one_and_fill_the_grid_of_the_counts():
-    parts = set_shapes.load(set_shapes.STUDY.at("smoke"))
+    parts = set_shapes.STUDY.data(set_shapes.STUDY.at("smoke"))
     points = parts["test"][0]
     assert torch.allclose(points.flatten(1).std(1), torch.ones(len(points)))
-    assert ((set_shapes._counts(points, {}) > 0).sum(1) > 10).all() and points.abs().max() < 4
+    counts = on_clouds(shapes, box=2.5)["features"]["counts"](points, {})
+    assert ((counts > 0).sum(1) > 10).all() and points.abs().max() < 4
 
 
 def test_draws_of_shapes_are_recorded_for_random_keys_alone():
     setting = set_shapes.STUDY.at("smoke")
-    parts = set_shapes.load(setting)
+    parts = set_shapes.STUDY.data(setting)
     torch.manual_seed(0)
     model = set_shapes.network("two random keys", setting, parts).eval()
     assert set_shapes.drawn("two random keys", model, setting, parts)["draws"].shape == (5, len(parts["test"][1]))
