@@ -34,8 +34,14 @@ COSTS = {
     "sampled/56_sets": ("studies.sets", "f5a66417 3faa5422", {}),
     "sampled/57_autoencoder": ("sampled.autoencoder", "5efe457e 98a091e8", {}),
     "pat/60_layers": ("pat.layers", "5625ed8a 8e1e4f71 4402d203", {"g": None}),
+    "pat/62_shapes": ("studies.pat_shapes", "aae908e5 b032c29a cdade614 0a654c3d d62bee7c", {"megabytes": id}),
+    "pat/64_gestures": ("studies.gestures", "f8637258 799dac4b 4d9514ca 6409001e 89702f53 5111679a c4fccccc", {}),
     "samsa/70_sampling": ("samsa.sampling", "e35c0681 317b7f20 593ea976", {}),
     "samsa/71_attention": ("samsa.attention", "6126ca17 f36264cc b3c98ae6 e6b00f4a", {}),
+    "samsa/73_lra": ("studies.samsa_lra", "61fb340f 6236bf53 73stu034 e6614f27 fc3ac365 33d45765", {}),
+    "samsa/75_shapes": (
+        "studies.samsa_shapes", "44fa8f26 fc013f73 e0d728fe 6fa7e27a ddb051c3 e0ceabd5 a5aad5bb 8dae986d", {}
+    ),
 }
 
 
@@ -68,7 +74,7 @@ def limits(threads=None, device="cpu"):
 def test_costs_are_those_of_the_device(notebook, monkeypatch):
     module, ids, names = COSTS[notebook]
     tables = []
-    run = SimpleNamespace(device=torch.device("cuda"), pick=partial(lab_run.pick, "smoke"), seed=0)
+    run = SimpleNamespace(scale="smoke", device=torch.device("cuda"), pick=partial(lab_run.pick, "smoke"), seed=0)
     run.table = lambda frame, name, **_: tables.append(frame) or frame
     monkeypatch.setattr(lab_run, "start", lambda *args, **options: run)
     for name, replaced in (("compare", compared), ("peak_memory", weighed), ("machine_ceilings", limits)):

@@ -11,9 +11,11 @@ import torch
 from scipy import stats
 
 from sparseattn.data import scenes as S
-from sparseattn.data.cache import have_data
+from sparseattn.data.cache import data_path, have_data
 
 ALARM = 1e-4
+HERE = have_data("sweethome", "sweethome.npz")  # found before the tests get a cache of their own
+ROOT = data_path("sweethome").parent if HERE else None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -362,9 +364,9 @@ def test_missing_files(tmp_path):
         S.load_furniture("ikea")
 
 
-@pytest.mark.skipif(not have_data("sweethome", "sweethome.npz"), reason="the set sweethome is not here")
+@pytest.mark.skipif(not HERE, reason="the set sweethome is not here")
 def test_sweethome_areas_share_no_model():
-    furniture = S.load_furniture("sweethome")
+    furniture = S.load_furniture("sweethome", root=ROOT)
     owners = {}
     for model in furniture.models:
         owners.setdefault((model.kind, model.family), set()).add(model.area)
