@@ -101,7 +101,7 @@ def plan(chosen: list[Unit], scale: str) -> list[dict]:
                 "gpu": scale in ("gpu", "paper") and unit.kind != "floor", "why not": unit.study.missing(setting)}
     return [line(unit) for unit in chosen]
 
-
+# %% ../../nbs/lab/83_command.ipynb #83e38800
 def _show(chosen: list[Unit]) -> None:
     """The plan for people."""
     states = {unit: state(unit) for unit in chosen}
@@ -197,7 +197,7 @@ def _status(queue: _Queue) -> str:
         shown.append(f"{unit.name} {noted['step']}/{noted['steps']}{more}")
     return ", ".join(shown)
 
-
+# %% ../../nbs/lab/83_command.ipynb #837df900
 def _many(chosen: list[Unit], args) -> int:
     """Train units side by side; the exit status."""
     from tqdm import tqdm
@@ -272,7 +272,7 @@ def main(names: list[str], find: Callable[[str], Study], argv: list[str] | None 
     except ValueError as error:                 # a damaged record, or no such device
         parser.error(str(error))
 
-
+# %% ../../nbs/lab/83_command.ipynb #83201f00
 def _in_turn(each: list[list[Unit]]) -> list[Unit]:
     """Units of several studies in order of value: the first of each, the second of each, and so on."""
     return [unit for turn in itertools.zip_longest(*each) for unit in turn if unit is not None]
@@ -281,7 +281,7 @@ def _in_turn(each: list[list[Unit]]) -> list[Unit]:
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-
+# %% ../../nbs/lab/83_command.ipynb #83201f10
 def _do(chosen: list[Unit], args, parser) -> int:
     if args.units:
         Path(args.units).parent.mkdir(parents=True, exist_ok=True)
