@@ -193,10 +193,10 @@ class Reader(nn.Module):
         self.task, self.network, self.weight = task, network, weight
 
     def forward(self, tokens, lengths):
-        logits, infos = self.asked(tokens, lengths)
+        logits, infos = self.with_info(tokens, lengths)
         return logits, torch.stack([torch.as_tensor(info.density, device=logits.device) for info in infos]), self.weight
 
-    def asked(self, tokens, lengths):
+    def with_info(self, tokens, lengths):
         """Logits and every layer's `AttentionInfo`."""
         mask = torch.arange(tokens.shape[-1], device=tokens.device) < lengths[..., None]
         return self.network(tokens.long(), mask, return_info=True)
@@ -227,7 +227,7 @@ def _attended(model, tokens, lengths):
     """Share of queries that attend each token: (items, layers * heads, n)."""
     found = []
     for one, length in zip(tokens, lengths, strict=True):
-        _, infos = model.asked(one[None], length[None])
+        _, infos = model.with_info(one[None], length[None])
         layers = []
         for info in infos:
             matrix = info.extra.get("matrix")

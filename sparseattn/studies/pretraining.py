@@ -42,7 +42,7 @@ def data(setting):
 
 
 def groups(data, part, setting):
-    """The clouds of a part, cut into groups when they are first asked for."""
+    """The clouds of a part, cut into groups when they are first needed."""
     if part not in data["_cut"]:
         data["_cut"][part] = cut(data[part][0], setting)
     return data["_cut"][part]
@@ -108,7 +108,7 @@ def _veiled(patches, setting):
     return draw_hidden(*patches.centres.shape[:2], setting["hidden share"], generator=g)
 
 
-def _asked(function, *parts, device="cpu"):
+def _predict(function, *parts, device="cpu"):
     """What a network says of all shapes, a portion at a time; cycles are drawn from a fixed seed."""
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def _misfits(drawn, target):
 
 def drawings(model, patches, setting):
     """What an autoencoder draws in the hidden groups of some shapes."""
-    return _asked(model.autoencoder, _portions(patches), _veiled(patches, setting).split(64), device=_device(model))
+    return _predict(model.autoencoder, _portions(patches), _veiled(patches, setting).split(64), device=_device(model))
 
 
 def errors(model, patches, setting):
@@ -143,16 +143,16 @@ def features(model, setting, points):
     def encode(patches):
         return model.autoencoder.encoder(patches).amax(1).float().cpu()
 
-    return torch.cat(_asked(encode, _portions(cut(points, setting)), device=_device(model))).numpy()
+    return torch.cat(_predict(encode, _portions(cut(points, setting)), device=_device(model))).numpy()
 
 # %% ../../nbs/sampled/55_pretraining.ipynb #55few001
-def experiments(ways, shots, setting, known, asked):
-    """(rows to learn from, rows to test on) of each experiment; `known`, `asked` = labels of the two parts."""
+def experiments(ways, shots, setting, known, unseen):
+    """(rows to learn from, rows to test on) of each experiment; `known`, `unseen` = labels of the two parts."""
     rng = np.random.default_rng([ways, shots])
     for _ in range(setting["few-shot runs"]):
         chosen = rng.permutation(np.unique(known))[:ways]
         yield tuple(np.concatenate([rng.permutation(np.flatnonzero(labels == c))[:count] for c in chosen])
-                    for labels, count in ((known, shots), (asked, setting["few-shot tests"])))
+                    for labels, count in ((known, shots), (unseen, setting["few-shot tests"])))
 
 
 def judged(answer, see, setting, data):
@@ -169,7 +169,7 @@ def judged(answer, see, setting, data):
 # %% ../../nbs/sampled/55_pretraining.ipynb #55test01
 def _names(model, part, setting, data):
     """Right or wrong for each shape of a part."""
-    logits = torch.cat(_asked(model.named, _portions(groups(data, part, setting)), device=_device(model)))
+    logits = torch.cat(_predict(model.named, _portions(groups(data, part, setting)), device=_device(model)))
     return (logits.argmax(1).cpu() == data[part][1]).numpy()
 
 
@@ -202,13 +202,13 @@ BLIND = ("one group for all", "nearest visible group")
 def blind(row, setting, data):
     """Minus the error of a drawing that needs no network."""
     train, test = (groups(data, part, setting) for part in ("train", "test"))
-    seen, asked = (test.groups(which) for which in visible_and_hidden(_veiled(test, setting)))
+    visible, hidden = (test.groups(which) for which in visible_and_hidden(_veiled(test, setting)))
     if row == "nearest visible group":
-        drawn = seen.groups(torch.cdist(asked.centres, seen.centres).argmin(2)).points
+        drawn = visible.groups(torch.cdist(hidden.centres, visible.centres).argmin(2)).points
     else:
         points = train.points.flatten(0, 2)[:: max(1, train.points[..., 0].numel() // 50_000)].numpy()
-        drawn = torch.from_numpy(kmeans2(points, setting["group size"], minit="++", seed=0)[0]).expand_as(asked.points)
-    return {"drawing": -_misfits(drawn, asked.points).numpy()}
+        drawn = torch.from_numpy(kmeans2(points, setting["group size"], minit="++", seed=0)[0]).expand_as(hidden.points)
+    return {"drawing": -_misfits(drawn, hidden.points).numpy()}
 
 # %% ../../nbs/sampled/55_pretraining.ipynb #55floor2
 def floor(row, setting, data, seed):

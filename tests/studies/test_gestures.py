@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparseattn.studies.gestures import ROWS, STUDY, drawn, judged, load, network, stirred
+from sparseattn.studies.gestures import ROWS, STUDY, drawn, judged, load, network, shuffled_and_moved
 
 SETTING = STUDY.at("smoke")
 
@@ -42,7 +42,7 @@ def test_others_do_not_vote_in_ten_classes(data):
 
 def test_stirring_keeps_times_and_polarities(data):
     events = data["train"][0][:4]
-    out = stirred(events, torch.Generator().manual_seed(0))
+    out = shuffled_and_moved(events, torch.Generator().manual_seed(0))
     for before, after in zip(events, out, strict=True):
         assert torch.equal(before[:, 2].sort().values, after[:, 2].sort().values)
         assert before[:, 3].sum() == after[:, 3].sum() and not torch.equal(before[:, 2], after[:, 2])

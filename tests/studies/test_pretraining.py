@@ -39,7 +39,7 @@ def test_without_attention_an_encoder_learns_nothing_by_drawing(row, learns, dat
     assert all(p.grad is None for p in model.named.head.parameters())
 
 
-def test_the_best_drawing_has_no_error_and_a_network_is_asked_twice_alike(data):
+def test_the_best_drawing_has_no_error_and_a_network_answers_twice_alike(data):
     patches, model = P.groups(data, "test", SETTING), built("draw: sampled", data).eval()
     assert P._misfits(patches.points, patches.points).abs().max() == 0
     once, again = (P.errors(model, patches, SETTING) for _ in range(2))
@@ -47,11 +47,11 @@ def test_the_best_drawing_has_no_error_and_a_network_is_asked_twice_alike(data):
 
 
 def test_an_experiment_learns_and_tests_on_the_same_classes(data):
-    known, asked = (data[part][1].numpy() for part in ("train", "test"))
-    found = list(P.experiments(3, 2, SETTING, known, asked))
+    known, unseen = (data[part][1].numpy() for part in ("train", "test"))
+    found = list(P.experiments(3, 2, SETTING, known, unseen))
     assert len(found) == SETTING["few-shot runs"]
     for own, tested in found:
-        assert set(known[own]) == set(asked[tested]) and len(set(known[own])) == 3
+        assert set(known[own]) == set(unseen[tested]) and len(set(known[own])) == 3
         assert np.bincount(known[own]).max() == 2
 
 
