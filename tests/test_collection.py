@@ -571,6 +571,25 @@ def test_stale_results_name_what_changed(collection):
     assert rows[0]["changed since"] == "nbs/hept/30_one.ipynb, torch 2.13.0" and "unknown" in rows[1]["changed since"]
 
 
+def test_results_older_than_records_are_stale(collection):
+    """A record that came, changed or went since the notebook read them; those of another scale do not count."""
+    root = collection.root
+    collection.write_study(one=("ok", [], 1, ""))
+    page, imports = graph.find_notebooks(root)["hept/33_trained"], graph.Imports(root)
+    kept = root / "figures/toy/runs/cpu"
+    kept.mkdir(parents=True)
+    (kept / "one.json").write_text("1")
+    made = graph.records(root, imports.studies(page), "cpu")
+    run = dict(scale="cpu", sources=graph.sources(root, page, imports), records=made)
+    (root / "figures/toy/runs/gpu").mkdir()
+    (root / "figures/toy/runs/gpu/one.json").write_text("7")
+    assert list(made) == ["figures/toy/runs/cpu/one.json"] and graph.changes(root, page, imports, run) == []
+    (kept / "two.json").write_text("2")
+    assert graph.changes(root, page, imports, run) == ["figures/toy/runs/cpu (1 record)"]
+    (kept / "one.json").unlink()
+    assert graph.changes(root, page, imports, run) == ["figures/toy/runs/cpu (2 records)"]
+
+
 def test_fingerprints_follow_names_of_attentions(collection):
     """Who finds attentions by name depends on the modules that register the names it writes."""
     package = collection.root / "sparseattn"

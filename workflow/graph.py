@@ -6,9 +6,9 @@ attention it names, and on the data files those modules name. A package's `__ini
 are taken from it: `from sparseattn.core.attention import x` does not depend on everything that
 `sparseattn/__init__.py` re-exports.
 
-Results hold the hashes of the files they depend on (`sources` in run.json). `changes` compares them with the files as
-they are: results are *stale* when something changed since. That is no error, a kernel proved equal does not void
-results, but it is told: figures/stale.csv lists them.
+Results hold the hashes of the files they depend on (`sources` and `records` in run.json). `changes` compares them with
+the files as they are: results are *stale* when something changed since. That is no error, a kernel proved equal does
+not void results, but it is told: figures/stale.csv lists them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -371,19 +372,28 @@ def digest(hashes: dict[str, str]) -> str:
 
 
 def changes(root: Path, notebook: Notebook, imports: Imports, run: dict) -> list[str] | None:
-    """Files and libraries that changed since results were made.
+    """Files, records and libraries that changed since results were made.
 
     Args:
         run: what run.json says of the results.
 
     Returns:
-        Paths, and libraries with the version then; None where run.json holds no hashes.
+        Paths, folders of records with the number that changed, and libraries with the version then; None where
+        run.json holds no hashes.
     """
     if not run.get("sources"):
         return None
-    then, now = run["sources"], sources(root, notebook, imports)
-    files = [path for path in sorted(then.keys() | now.keys()) if then.get(path) != now.get(path)]
+    files = _other(run["sources"], sources(root, notebook, imports))
+    if "records" in run:
+        other = _other(run["records"], records(root, imports.studies(notebook), run["scale"]))
+        count = Counter(Path(path).parent.as_posix() for path in other)
+        files += [f"{folder} ({number} record{'s' * (number > 1)})" for folder, number in count.items()]
     return files + _other_libraries(root, run.get("versions", {}))
+
+
+def _other(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Paths whose hash is another one, or that only one of the two has."""
+    return [path for path in sorted(then.keys() | now.keys()) if then.get(path) != now.get(path)]
 
 
 def _other_libraries(root: Path, versions: dict[str, str]) -> list[str]:

@@ -41,8 +41,8 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=_words, metavar="A,B", help="only these rows, named as their files: hept-sum")
     parser.add_argument("--seeds", type=_numbers, metavar="0,1", help="only these seeds")
     parser.add_argument("--budget", type=_minutes, default=math.inf, metavar="MINUTES", help="stop after this time")
-    parser.add_argument("--device", help="default: cuda at gpu and paper, else cpu; SPARSEATTN_DEVICE has precedence")
-    parser.add_argument("--jobs", type=int, metavar="N", help="units side by side; default: the cores, 3 on a GPU")
+    parser.add_argument("--device", help="default: SPARSEATTN_DEVICE, else cuda at gpu and paper, cpu below")
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="units side by side; default: the cores, 3 on a GPU")
     parser.add_argument("--retrain", action="store_true", help="forget records and checkpoints, start anew")
     parser.add_argument("--dry-run", action="store_true", help="say what would be trained, train nothing")
     parser.add_argument("--units", metavar="FILE", help="write the plan as JSON, train nothing")
@@ -62,6 +62,12 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+def _positive(text: str) -> int:
+    if not text.strip().isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
 def _minutes(text: str) -> float:
     try:
         value = float(text)
@@ -72,6 +78,14 @@ def _minutes(text: str) -> float:
     return value
 
 # %% ../../nbs/lab/83_command.ipynb #e3883993
+def _record(unit: Unit) -> dict | None:
+    """The record of a unit, if there is one; an error names the study as well."""
+    try:
+        return current(unit)
+    except ValueError as error:
+        raise ValueError(f"{unit.study.name}: {error}") from None
+
+
 def state(unit: Unit) -> str:
     """One of: the date of its record; "to train"; the reason why not.
 
@@ -79,7 +93,7 @@ def state(unit: Unit) -> str:
         >>> state(unit)    # doctest: +SKIP
         'to train'
     """
-    if (record := current(unit)) is not None:
+    if (record := _record(unit)) is not None:
         return record["finished"][:10]
     return unit.study.missing(unit.setting()) or "to train"
 
@@ -95,7 +109,7 @@ def plan(chosen: list[Unit], scale: str) -> list[dict]:
     def line(unit):
         setting = unit.setting()
         minutes = 0.2 if unit.kind == "floor" else setting["minutes"] * setting["steps"] / unit.study.at(scale)["steps"]
-        made = (current(unit) or {"finished": ""})["finished"][:10]
+        made = (_record(unit) or {"finished": ""})["finished"][:10]
         return {"study": unit.study.name, "unit": unit.name, "record": unit.place, "made": made, "environment": REUSE,
                 "needs": [probe.place for probe in unit.probes()], "minutes": round(minutes, 1),
                 "gpu": scale in ("gpu", "paper") and unit.kind != "floor", "why not": unit.study.missing(setting)}
@@ -134,7 +148,7 @@ def _one(unit: Unit, args) -> int:
         return LEFT
     except KeyboardInterrupt:
         return LEFT
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
         print(f"{unit.study.name} {unit.name}: {error}", file=sys.stderr)
         return 1
 
@@ -147,9 +161,10 @@ class _Queue:
         self.end = time.monotonic() + 60 * args.budget
 
     def start(self) -> None:
-        """Start units while places are free and time is left."""
+        """Start units while places are free and time is left; one whose probes are to be trained anew waits for them."""
         while len(self.running) < self.args.jobs and not self.late():
-            unit = next((u for u in self.waiting if all(current(p) for p in u.probes())), None)
+            ahead = {*self.waiting, *self.running}
+            unit = next((u for u in self.waiting if all(p not in ahead and _record(p) for p in u.probes())), None)
             if unit is None:
                 return
             self.waiting.remove(unit)
@@ -227,7 +242,8 @@ def _many(chosen: list[Unit], args) -> int:
 def _ended(unit: Unit, queue: _Queue) -> str:
     """How a unit ended, in words."""
     if unit in queue.failed:
-        return "FAILED\n" + (unit.folder / "log.txt").read_text(encoding="utf-8")[-2000:]
+        said = (unit.folder / "log.txt").read_text(encoding="utf-8")[-2000:]
+        return f"FAILED\n{said or 'without a word; is the disk full?'}"
     record = current(unit)
     means = {k: f"{v:.4f}" for k, v in (record.get("means") or {"validation": record.get("best score")}).items()}
     return ", ".join(f"{part} {value}" for part, value in means.items())
@@ -235,11 +251,15 @@ def _ended(unit: Unit, queue: _Queue) -> str:
 
 def _account(queue: _Queue) -> int:
     """Say what is left; the exit status."""
-    if left := [u.name for u in queue.waiting if current(u) is None]:
-        print(f"left: {', '.join(left)}; run it again to go on")
+    left = [u.name for u in queue.waiting if current(u) is None]
+    old = [u.name for u in queue.waiting if u.name not in left] if queue.args.retrain else []
+    if left:
+        print(f"left: {', '.join(left)}; run it again{' without --retrain' * queue.args.retrain} to go on")
+    if old:
+        print(f"not trained anew, their records stand: {', '.join(old)}")
     if queue.failed:
         print(f"failed: {', '.join(u.name for u in queue.failed)}")
-    return 1 if queue.failed else LEFT if left else 0
+    return 1 if queue.failed else LEFT if left or old else 0
 
 # %% ../../nbs/lab/83_command.ipynb #201f51d1
 def main(names: list[str], find: Callable[[str], Study], argv: list[str] | None = None) -> int:
@@ -271,6 +291,9 @@ def main(names: list[str], find: Callable[[str], Study], argv: list[str] | None 
         return _do(chosen, args, parser)
     except ValueError as error:                 # a damaged record, or no such device
         parser.error(str(error))
+    except OSError as error:                    # a full disk; units that run notice the end, and save what they can
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
 
 # %% ../../nbs/lab/83_command.ipynb #83201f00
 def _in_turn(each: list[list[Unit]]) -> list[Unit]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAPERS', 'repo_root', 'pick', 'unknown_parameters', 'notebook_hash', 'sources_hash', 'versions', 'workflow_graph',
-           'code_hashes', 'kernels', 'Run', 'write_json', 'device_name', 'run_device', 'start']
+           'code_hashes', 'record_hashes', 'kernels', 'Run', 'write_json', 'device_name', 'run_device', 'start']
 
 # %% ../../nbs/lab/20_run.ipynb #ffb451ca
 import ast
@@ -188,11 +188,33 @@ def code_hashes(root: str | Path, notebook: str | Path) -> dict[str, str]:
         >>> "sparseattn/lab/run.py" in code_hashes(repo_root(), repo_root() / "nbs/index.ipynb")
         True
     """
+    graph, page, imports = _page(root, notebook)
+    return graph.sources(imports.root, page, imports) if graph else {}
+
+
+def record_hashes(root: str | Path, notebook: str | Path, scale: str) -> dict[str, str]:
+    """Hash of every committed record that a notebook reads at a scale.
+
+    Args:
+        notebook: its path.
+
+    Returns:
+        Hashes by path; empty where the notebook reads none, and where `workflow_graph` finds nothing.
+
+    Example:
+        >>> record_hashes(repo_root(), repo_root() / "nbs/index.ipynb", "cpu")
+        {}
+    """
+    graph, page, imports = _page(root, notebook)
+    return graph.records(imports.root, imports.studies(page), scale) if graph else {}
+
+
+def _page(root, notebook):
+    "`workflow_graph`, a notebook as it has it, and the package's imports."
     root = Path(root).resolve()
     if (graph := workflow_graph(root)) is None:
-        return {}
-    page = graph.read_notebook(root, Path(notebook).resolve().relative_to(root))
-    return graph.sources(root, page, graph.Imports(root))
+        return None, None, None
+    return graph, graph.read_notebook(root, Path(notebook).resolve().relative_to(root)), graph.Imports(root)
 
 # %% ../../nbs/lab/20_run.ipynb #7aa93c99
 def kernels() -> dict[str, str]:
@@ -221,6 +243,7 @@ class _Setup:
     root: Path
     parameters: dict
     code: dict
+    records: dict
 
     @property
     def folder(self) -> Path:
@@ -255,8 +278,9 @@ class _Setup:
         "What `run.json` says of notebook, settings and machine."
         notebook = self._notebook()
         return dict(notebook=notebook.relative_to(self.root).as_posix(), notebook_sha256=notebook_hash(notebook),
-                    sources=self.code, commit=_git(self.root, "rev-parse", "HEAD"),
-                    describe=_git(self.root, "describe", "--always", "--dirty"), scale=self.scale, parameters=self.parameters, seed=self.seed,
+                    sources=self.code, records=self.records, commit=_git(self.root, "rev-parse", "HEAD"),
+                    describe=_git(self.root, "describe", "--always", "--dirty"), scale=self.scale,
+                    parameters=self.parameters, seed=self.seed,
                     device=device_name(self.device), versions=versions(), kernels=kernels(),
                     threads=torch.get_num_threads())
 
@@ -320,13 +344,21 @@ class Run(_Setup):
 def write_json(path: str | Path, value) -> None:
     """Write JSON atomically, keys sorted.
 
+    Raises:
+        OSError: there is no room, or no such folder; nothing is left behind, and what stood there before is whole.
+
     Example:
         >>> write_json("/dev/null", {})  # doctest: +SKIP
     """
     path = Path(path)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        said = f"{path.name} is not written: {error.strerror or error}; what stood there before is whole"
+        raise OSError(error.errno, said) from error
 
 
 def device_name(device: torch.device) -> str:
@@ -342,17 +374,20 @@ def device_name(device: torch.device) -> str:
 
 # %% ../../nbs/lab/20_run.ipynb #5f8561bf
 def run_device(scale: str, device: str | None = None) -> torch.device:
-    """The device of a scale: CUDA at gpu and paper, else the CPU; `device`, or $SPARSEATTN_DEVICE, has precedence.
+    """The device of a scale: CUDA at gpu and paper, else the CPU; $SPARSEATTN_DEVICE has precedence, `device` over both.
 
     Raises:
-        ValueError: CUDA is wanted and there is none.
+        ValueError: CUDA is wanted and there is none, or torch knows no such device.
 
     Example:
         >>> run_device("smoke"), run_device("gpu", device="cpu")
         (device(type='cpu'), device(type='cpu'))
     """
     asked = device or os.environ.get("SPARSEATTN_DEVICE")
-    chosen = torch.device(asked or ("cuda" if scale in ("gpu", "paper") else "cpu"))
+    try:
+        chosen = torch.device(asked or ("cuda" if scale in ("gpu", "paper") else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device is {asked!r}; expected cpu, cuda, or one GPU of several: cuda:1") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
         wants = f"device {asked}" if asked else f"scale {scale}"
         raise ValueError(f"{wants} needs a CUDA device; torch {torch.__version__} finds none here. "
@@ -389,7 +424,7 @@ def start(stem: str, scale: str = "smoke", *, seed: int = 0, device: str | None 
         raise ValueError(f"the notebook has no parameter {', '.join(sorted(unknown))}")
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     run = Run(stem, scale, seed, run_device(scale, device), root, dict(parameters, scale=scale),
-              code_hashes(root, pages[0]))
+              code_hashes(root, pages[0]), record_hashes(root, pages[0], scale))
     run.folder.mkdir(parents=True, exist_ok=True)
     for old in run.folder.iterdir():
         old.unlink()

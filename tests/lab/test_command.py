@@ -4,6 +4,8 @@ import importlib
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +13,13 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from sparseattn.lab import command
 from sparseattn.lab.command import main
 from sparseattn.lab.measure import REUSE
-from sparseattn.lab.study import without_clocks
+from sparseattn.lab.study import units, without_clocks
 
 HERE = Path(__file__).parent
 
@@ -26,10 +30,14 @@ def clone(tmp_path):
     return tmp_path
 
 
-def start(clone, *arguments, **environment):
+def start(clone, *arguments, limit=lambda: None, **environment):
     env = os.environ | {"SPARSEATTN_STUDIES": str(HERE / "studies"), "OMP_NUM_THREADS": "1"} | environment
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), env.get("PYTHONPATH", "")])
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)      # a shell's background jobs ignore Ctrl-C
+
+    def heard():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)                    # a shell's background jobs ignore Ctrl-C
+        limit()
+
     return subprocess.Popen([sys.executable, "-m", "sparseattn.studies", *arguments], cwd=clone, env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heard)
 
@@ -53,6 +61,8 @@ def records(clone, scale="cpu"):
     (["toy", "--seeds", "9"], "there is no 9"),
     (["toy", "--budget", "-1"], "positive number of minutes"),
     (["toy", "--unit", "nobody"], "there is no unit 'nobody'"),
+    (["toy", "--jobs", "0"], "expected a whole number from 1 on, got '0'"),
+    (["toy", "--device", "gpu"], "device is 'gpu'; expected cpu, cuda"),
 ])
 def test_wrong_arguments_are_named(clone, monkeypatch, capsys, arguments, message):
     monkeypatch.syspath_prepend(HERE / "studies")
@@ -95,7 +105,8 @@ def test_the_plan_knows_records_and_names_damaged_ones(clone):
     record = clone / "figures/toy/runs/cpu/majority-0.json"
     record.write_text(record.read_text()[:-20])
     status, text = call(clone, "toy", "--units", "plan.json")
-    assert status == 2 and "majority-0.json: not a whole record" in text and "Traceback" not in text
+    assert status == 2 and "toy: majority-0.json: not a whole record" in text and "Traceback" not in text
+    assert call(clone, "toy", "--rows", "majority", "--retrain")[0] == 0 and "majority-0" in records(clone)
 
 
 def test_several_studies_take_turns(clone, monkeypatch):
@@ -114,6 +125,19 @@ def test_everything_then_nothing(clone):
     before = {p: p.stat().st_mtime_ns for p in (clone / "figures/toy/runs/cpu").iterdir()}
     assert call(clone, "toy")[0] == 0
     assert before == {p: p.stat().st_mtime_ns for p in (clone / "figures/toy/runs/cpu").iterdir()}
+
+
+def test_training_anew_waits_for_new_probes(clone):
+    """An old record of a probe chooses no rate, however many places are free."""
+    rows, folder = ("toy", "--rows", "linear", "--seeds", "0"), clone / "figures/toy/runs/cpu"
+    assert call(clone, *rows)[0] == 0
+    old = max(path.stat().st_mtime_ns for path in folder.iterdir())
+    status, text = call(clone, *rows, "--jobs", "3", "--retrain")
+    new = {path.stem: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert status == 0 and old < min(new.values()) and max(new, key=new.get) == "linear-0", text
+    status, text = call(clone, *rows, "--retrain", "--jobs", "1", "--budget", "0.01")
+    assert status == 75, text
+    assert "not trained anew, their records stand: linear-rate-0.01, linear-0" in text, text
 
 
 def test_missing_data_leave_units_out_with_one_line(clone):
@@ -145,7 +169,7 @@ def test_two_commands_train_every_unit_once(clone):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves(clone, number):
-    process = start(clone, "toy", "--rows", "linear", "--seeds", "0", "--jobs", "1", TOY_SECONDS="0.05")
+    process = start(clone, "toy", "--rows", "linear", "--seeds", "0", "--jobs", "1", TOY_SECONDS="0.2")
     while not list(clone.rglob("checkpoint.pt")) and process.poll() is None:
         time.sleep(0.2)
     process.send_signal(number)
@@ -153,21 +177,49 @@ def test_ctrl_c_saves(clone, number):
     assert process.returncode == 75 and "run it again to go on" in text and "Traceback" not in text, text
 
 
-def test_kill_at_random_moments_gives_the_same_record(clone, tmp_path):
-    """Ten kills, of the training process itself, at moments drawn with a fixed seed."""
+def small_files(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_plan_without_room_is_one_sentence(clone):
+    status, text = call(clone, "toy", "--units", "build/plan.json", limit=partial(small_files, 100))
+    assert status == 1 and "plan.json is not written: File too large" in text and "Traceback" not in text
+    assert not list((clone / "build").iterdir())
+
+
+def test_a_unit_that_could_not_say_why_it_failed(clone, monkeypatch):
+    monkeypatch.syspath_prepend(HERE / "studies")
+    unit = units(importlib.import_module("toy").STUDY, "cpu", root=clone)[0]
+    unit.folder.mkdir(parents=True)
+    (unit.folder / "log.txt").touch()
+    assert "is the disk full?" in command._ended(unit, SimpleNamespace(failed=[unit]))
+
+
+def test_kills_and_a_full_disk_give_the_same_record(clone, tmp_path):
+    """Ten kills of the training process, at moments drawn with a fixed seed; then no room for a checkpoint."""
     whole = tmp_path / "whole"
     whole.mkdir()
     (whole / "settings.ini").touch()
-    for folder in (whole, clone):
-        for rate in ("0.1", "0.01"):
-            assert call(folder, "toy", "--unit", f"linear-rate-{rate}")[0] == 0
+    for rate in ("0.1", "0.01"):
+        assert call(whole, "toy", "--unit", f"linear-rate-{rate}")[0] == 0
+    shutil.copytree(whole / "figures", clone / "figures")
     assert call(whole, "toy", "--unit", "linear-0")[0] == 0
     moments = random.Random(0)
-    for _ in range(10):
+    for number in range(10):
+        for old in clone.rglob("progress.json"):
+            old.unlink()
         process = start(clone, "toy", "--unit", "linear-0", TOY_SECONDS="0.1")
-        time.sleep(moments.uniform(1, 9))
+        while not list(clone.rglob("progress.json" if number else "checkpoint.pt")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0, 1.9))             # an epoch takes two seconds, and ends with a checkpoint
         process.kill()
-        process.wait()
+        assert process.wait() == -signal.SIGKILL
+    kept = next(clone.rglob("checkpoint.pt"))
+    before = kept.read_bytes()
+    status, text = call(clone, "toy", "--unit", "linear-0", limit=partial(small_files, len(before) // 2))
+    assert status == 1 and "File too large" in text and "Traceback" not in text, text
+    assert kept.read_bytes() == before and not list(kept.parent.glob(".checkpoint*"))
     assert call(clone, "toy", "--unit", "linear-0")[0] == 0
     assert without_clocks(records(clone)["linear-0"]) == without_clocks(records(whole)["linear-0"])
 
@@ -175,7 +227,8 @@ def test_kill_at_random_moments_gives_the_same_record(clone, tmp_path):
 def test_it_works_without_jupyter(clone):
     """A machine with a GPU may have torch, numpy, scipy, pandas and tqdm only."""
     blocked = clone / "blocked"
-    absent = ("matplotlib", "seaborn", "IPython", "nbdev", "papermill", "sklearn", "joblib", "tabulate", "snakemake")
+    absent = ("matplotlib", "seaborn", "IPython", "nbdev", "papermill", "sklearn", "joblib", "tabulate", "snakemake",
+              "jaxtyping")
     for name in absent:
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text(f"raise ImportError('{name} is not there')")

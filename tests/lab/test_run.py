@@ -17,6 +17,7 @@ from sparseattn.lab.run import (
     code_hashes,
     notebook_hash,
     pick,
+    record_hashes,
     repo_root,
     sources_hash,
     start,
@@ -130,6 +131,11 @@ def test_a_scale_that_needs_a_gpu_refuses_to_run_without(root, monkeypatch, scal
     rehearsal.finish()
     found = json.loads((rehearsal.folder / "run.json").read_text())
     assert found["scale"] == scale and found["device"].startswith("cpu") and "device" not in found["parameters"]
+
+
+def test_a_device_that_torch_does_not_know():
+    with pytest.raises(ValueError, match="device is 'gpu'; expected cpu, cuda"):
+        run.run_device("cpu", "gpu")
 
 
 def test_a_scale_that_needs_a_gpu_gets_it(root, monkeypatch):
@@ -252,7 +258,16 @@ def test_code_hashes_are_those_of_the_workflow():
 def test_hashes_of_another_folders_files_are_not_taken(root):
     (root / "workflow").mkdir()
     (root / "workflow/graph.py").write_text("raise RuntimeError('not this one')")
-    assert workflow_graph(root) is None and code_hashes(root, root / "nbs/hept/30_one.ipynb") == {}
+    page = root / "nbs/hept/30_one.ipynb"
+    assert workflow_graph(root) is None and code_hashes(root, page) == record_hashes(root, page, "cpu") == {}
+
+
+def test_hashes_of_records_are_those_of_the_notebooks_studies(root):
+    start("30_one").finish()
+    assert json.loads((root / "build/smoke/figures/30_one/run.json").read_text())["records"] == {}
+    here = repo_root(run.__file__)
+    hashes = record_hashes(here, here / "nbs/hept/34_tracking.ipynb", "cpu")
+    assert hashes and all(path.startswith("figures/tracking/runs/cpu/") for path in hashes)
 
 
 def test_notebook_hash_sees_sources_alone(root):
@@ -284,6 +299,6 @@ def test_json_is_sorted_and_written_whole(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="run.json is not written: disk full; what stood there before is whole"):
         write_json(path, {})
-    assert path.read_bytes() == before
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
