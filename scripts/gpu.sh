@@ -22,7 +22,7 @@ tables() {
 }
 
 case ${1:-} in
-    1) tables hept/32_attention hept/33_models sbm/40_fastrg sbm/41_attention ;;
+    1) tables hept/32_attention sbm/40_fastrg sbm/41_attention ;;
     2) tables sampled/51_attention pat/60_layers samsa/71_attention ;;
     3) timeout 540 $python -m sparseattn.studies all --scale "$scale" --budget 8 || status=$? ;;
     *) sed -n 2,12p "$0"; exit 2 ;;

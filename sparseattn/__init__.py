@@ -8,6 +8,17 @@ The layers drop into a model and need torch, numpy and scipy only:
     >>> layer(torch.randn(1, 1000, 32), torch.rand(1, 1000, 2)).shape
     torch.Size([1, 1000, 32])
 """
+import sys
+from types import ModuleType
+
+try:
+    import jaxtyping  # noqa: F401
+except ImportError:  # shapes in annotations are for readers: a machine that has torch only goes without
+    _shapes = ModuleType("jaxtyping")
+    for _name in ("Bool", "Float", "Int", "Num", "Shaped"):
+        setattr(_shapes, _name, type(_name, (), {"__class_getitem__": classmethod(lambda cls, of: of[0])}))
+    sys.modules["jaxtyping"] = _shapes
+
 from sparseattn import baselines  # its modules join the registry
 from sparseattn.core.transformer import Encoder, attention_names
 from sparseattn.hept.attention import HEPTAttention

@@ -41,6 +41,16 @@ def test_import_loads_no_extra():
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+def test_layers_need_torch_numpy_and_scipy_only():
+    """Where jaxtyping is not installed, annotations name the array without its shape."""
+    code = """import sys; sys.modules["jaxtyping"] = None
+import sparseattn, torch, typing
+print(sparseattn.HEPTAttention(8, heads=2, coord_dims=2)(torch.randn(1, 40, 8), torch.rand(1, 40, 2)).shape)
+print(typing.get_type_hints(sparseattn.HEPTAttention.forward)["x"])"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["torch.Size([1, 40, 8])", str(torch.Tensor)], done.stderr
+
+
 def test_public_names():
     assert {"Encoder", "HEPTAttention", "SBMAttention", "SampledAttention", "attentions"} <= set(sparseattn.__all__)
     assert all(hasattr(sparseattn, name) for name in sparseattn.__all__)

@@ -362,3 +362,11 @@ def test_a_notebook_runs_without_jupyter(tmp_path):
     text, first, last = found[2]["outputs"]
     assert text["text"] == "gpu\n" and first["data"]["text/markdown"] == "*a*" and "1.5" in last["data"]["text/plain"]
     assert found[3]["metadata"]["papermill"]["status"] == "failed"
+
+
+def test_the_first_half_hour_on_a_gpu_measures_on_it():
+    """Every notebook of scripts/gpu.sh takes its costs on the run's device; a paper each, at least."""
+    parts = re.findall(r"\) tables (.+?) ;;", (ROOT / "scripts/gpu.sh").read_text())
+    notebooks, named = graph.find_notebooks(ROOT), " ".join(parts).split()
+    assert len(parts) == 2 and all(notebooks[key].uses_device for key in named)
+    assert {key.split("/")[0] for key in named} == {"hept", "sbm", "sampled", "pat", "samsa"}

@@ -225,7 +225,7 @@ def show_plan(args: argparse.Namespace) -> int:
         f"{len(reasons)} of {len({rule for _, _, rule, *_ in rows})} steps to run"
     )
     for name, why in reasons.values():
-        print(f"  {name:<32}{why}".rstrip())
+        print(f"  {name:<32} {why}".rstrip())
     return 0
 
 
