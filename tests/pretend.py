@@ -308,10 +308,10 @@ class _Calls(TorchFunctionMode):
     def _to(self, function, x, *args, **kwargs):
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device if not self.gpu.holds(args[0]) else GPU, args[0].dtype, *args[1:])
-        asked = kwargs.get("device", args[0] if args else None)
-        if asked is None or isinstance(asked, torch.dtype) or _place(asked).type not in ("cuda", "cpu"):
+        target = kwargs.get("device", args[0] if args else None)
+        if target is None or isinstance(target, torch.dtype) or _place(target).type not in ("cuda", "cpu"):
             return function(x, *args, **kwargs)
-        x = self.gpu.moved(x, _place(asked) == GPU)
+        x = self.gpu.moved(x, _place(target) == GPU)
         return function(x, CPU, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
 
     def _cuda(self, function, x, *args, **kwargs):

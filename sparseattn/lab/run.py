@@ -383,13 +383,13 @@ def run_device(scale: str, device: str | None = None) -> torch.device:
         >>> run_device("smoke"), run_device("gpu", device="cpu")
         (device(type='cpu'), device(type='cpu'))
     """
-    asked = device or os.environ.get("SPARSEATTN_DEVICE")
+    requested = device or os.environ.get("SPARSEATTN_DEVICE")
     try:
-        chosen = torch.device(asked or ("cuda" if scale in ("gpu", "paper") else "cpu"))
+        chosen = torch.device(requested or ("cuda" if scale in ("gpu", "paper") else "cpu"))
     except RuntimeError:
-        raise ValueError(f"device is {asked!r}; expected cpu, cuda, or one GPU of several: cuda:1") from None
+        raise ValueError(f"device is {requested!r}; expected cpu, cuda, or one GPU of several: cuda:1") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        wants = f"device {asked}" if asked else f"scale {scale}"
+        wants = f"device {requested}" if requested else f"scale {scale}"
         raise ValueError(f"{wants} needs a CUDA device; torch {torch.__version__} finds none here. "
                          "device='cpu', or SPARSEATTN_DEVICE=cpu in the environment, rehearses it on the CPU")
     return chosen

@@ -47,8 +47,7 @@ class Optimiser:
             raise ValueError(f"optimiser: expected 'adam', 'adamw' or 'sgd', got {self.name!r}")
         return kinds[self.name](parameters, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas)
 
-
-
+# %% ../../nbs/lab/21_train.ipynb #21sch002
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """How lr changes: "constant"; "step" (x gamma every `every` epochs); "plateau" (x gamma after `patience` epochs
@@ -112,7 +111,7 @@ def to_device(batch, device):
     """Copy a tensor, or the tensors in a dict, list, tuple or dataclass, to a device; other things stay as they are."""
     return _each(batch, lambda x: x.to(device, non_blocking=True))
 
-
+# %% ../../nbs/lab/21_train.ipynb #21shar02
 def _share(batches: Iterable, rank: int, world: int):
     """The batches of process `rank`: one of every `world` consecutive ones."""
     source = iter(batches)
@@ -120,10 +119,6 @@ def _share(batches: Iterable, rank: int, world: int):
         yield group[rank]
 
 # %% ../../nbs/lab/21_train.ipynb #9cd2d0e0
-def _pinned(batch):
-    return _each(batch, lambda x: x.pin_memory() if x.device.type == "cpu" and x.layout is torch.strided else x)
-
-
 def _ahead(batches: Iterable, prepare: Callable):
     """`prepare(batch)` of each batch, in order; a thread makes the next one while the caller uses the present one."""
     source, end = iter(batches), object()
@@ -139,6 +134,10 @@ def _ahead(batches: Iterable, prepare: Callable):
             yield batch
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+# %% ../../nbs/lab/21_train.ipynb #21pin002
+def _pinned(batch):
+    return _each(batch, lambda x: x.pin_memory() if x.device.type == "cpu" and x.layout is torch.strided else x)
 
 
 def _on_device(batches: Iterable, device):
@@ -169,7 +168,7 @@ def _leave():
     if dist.is_initialized():
         dist.destroy_process_group()
 
-
+# %% ../../nbs/lab/21_train.ipynb #21agre02
 def _agree(value, processes):
     """The value of process 0, in every process (plain numbers and dicts only)."""
     if processes.world == 1:
@@ -187,7 +186,7 @@ def _mean(value, device, processes):
     dist.all_reduce(total)
     return float(total) / processes.world
 
-
+# %% ../../nbs/lab/21_train.ipynb #21wrap02
 def _wrap(model, device, processes):
     if processes.world == 1:
         return model
@@ -230,10 +229,6 @@ class _State:
             torch.cuda.set_rng_state(states[2].cpu(), self.generator.device)
 
 # %% ../../nbs/lab/21_train.ipynb #b2b21840
-_NUMBERS = ("epoch", "batch", "step", "total", "seconds", "cpu_seconds", "stopped", "history", "best", "best_epoch",
-            "best_score")
-
-
 def _write(path: Path, content: dict):
     """torch.save to a temporary file beside `path`, flushed to disk, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,6 +248,10 @@ def _write(path: Path, content: dict):
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+# %% ../../nbs/lab/21_train.ipynb #21save02
+_NUMBERS = ("epoch", "batch", "step", "total", "seconds", "cpu_seconds", "stopped", "history", "best", "best_epoch",
+            "best_score")
 
 
 def _save(state: _State, session: "_Session"):
@@ -320,7 +319,7 @@ def _step(network, state: _State, batch, plan: "_Plan"):
     if plan.schedule.by_step(plan.steps):
         state.schedule.step()
 
-
+# %% ../../nbs/lab/21_train.ipynb #21look02
 def _look(state: _State):
     """FloatingPointError if a loss or a gradient norm since the last look was not finite."""
     if state.seen == state.step:
@@ -379,7 +378,7 @@ class Paused(Exception):
         super().__init__(f"paused after step {step}")
         self.step = step
 
-
+# %% ../../nbs/lab/21_train.ipynb #21sess02
 @dataclasses.dataclass
 class _Session:
     """This start of a run: its process, where and when it is saved, what may stop it."""
@@ -411,8 +410,8 @@ class _Session:
         """Why the run should end after this step, if it should."""
         if self.interrupted.is_set():
             return KeyboardInterrupt(f"stopped after step {state.step}")
-        asked = self.stop is not None and _agree(bool(self.stop()), self.processes)
-        return Paused(state.step) if asked else None
+        stop = self.stop is not None and _agree(bool(self.stop()), self.processes)
+        return Paused(state.step) if stop else None
 
 # %% ../../nbs/lab/21_train.ipynb #49528d6a
 def _epoch(network, state: _State, plan: "_Plan", session: _Session, bar):
@@ -434,7 +433,7 @@ def _epoch(network, state: _State, plan: "_Plan", session: _Session, bar):
         raise ValueError(f"batches: epoch {state.epoch} has fewer batches than processes ({count})")
     return None
 
-
+# %% ../../nbs/lab/21_train.ipynb #21vali02
 @torch.no_grad()
 def _validation(state: _State, plan: "_Plan", processes):
     """Numbers of the caller's validation, the same in every process."""
@@ -461,8 +460,7 @@ def _judge(state: _State, plan, values):
         state.best_epoch, state.best_score = state.epoch, score
     return score
 
-
-
+# %% ../../nbs/lab/21_train.ipynb #21clos02
 def _close_epoch(state: _State, plan: "_Plan", session: _Session):
     """Validation, schedule, history; then the counters move to the next epoch."""
     _look(state)
@@ -559,7 +557,7 @@ def _reached(state: _State, plan: _Plan, session: _Session):
     late = session.max_seconds is not None and state.seconds >= session.max_seconds and state.epoch > 0
     return "max_seconds" if _agree(late, session.processes) else ""
 
-
+# %% ../../nbs/lab/21_train.ipynb #21loop02
 def _loop(network, state: _State, plan: _Plan, session: _Session, progress):
     """Epochs until a limit; saves every so often, at the end, and before it ends for another reason."""
     from tqdm import tqdm

@@ -299,8 +299,8 @@ def loose_calls(module):
 
 @pytest.mark.parametrize("module", "cache collisions exact gestures glue peptides scenes sequences shapes toys".split())
 def test_generators_use_exact_functions(module):
-    strange = [(name, what) for name, what in loose_calls(module) if (module, name) not in ALLOWED]
-    assert not strange
+    inexact = [(name, what) for name, what in loose_calls(module) if (module, name) not in ALLOWED]
+    assert not inexact
 
 
 def test_allowances_are_needed():

@@ -314,9 +314,9 @@ def test_non_finite_gradient_names_the_step():
 def paused_and_resumed(folder, every=4, **settings):
     """Started again and again, paused after each `every` steps, until the run is done; the number of starts."""
     for starts in itertools.count(1):
-        asked = map(every.__eq__, itertools.count(1))
+        stops = map(every.__eq__, itertools.count(1))
         try:
-            return starts, fit(network(), batches, loss, checkpoint_dir=folder, stop=asked.__next__, **settings)
+            return starts, fit(network(), batches, loss, checkpoint_dir=folder, stop=stops.__next__, **settings)
         except Paused as pause:
             assert pause.step == every * starts and str(pause) == f"paused after step {pause.step}"
 

@@ -54,9 +54,9 @@ def test_mask_counts(groups, ratio, count):
     assert hidden_count(groups, ratio) == count
     hidden = draw_hidden(20, groups, ratio, generator=torch.Generator().manual_seed(0))
     assert (hidden.sum(1) == count).all()
-    seen, asked = visible_and_hidden(hidden)
-    assert seen.shape[1] == groups - count and asked.shape[1] == count
-    assert not hidden.gather(1, seen).any() and hidden.gather(1, asked).all()
+    visible, masked = visible_and_hidden(hidden)
+    assert visible.shape[1] == groups - count and masked.shape[1] == count
+    assert not hidden.gather(1, visible).any() and hidden.gather(1, masked).all()
 
 
 def test_masks_differ_between_clouds_and_repeat_with_the_seed():
