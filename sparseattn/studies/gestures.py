@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FEATURES', 'ROWS', 'SETTINGS', 'STUDY', 'missing', 'streams', 'load', 'shuffled_and_moved', 'judged', 'Answers',
-           'network', 'cooled', 'drawn']
+           'network', 'drawn']
 
 # %% ../../nbs/pat/64_gestures.ipynb #64090002
 import torch
@@ -15,8 +15,8 @@ from ..core.transformer import make_attention
 from ..data.gestures import CLASSES, cut_clips, gesture_sources, load_gestures, sample_points, vote
 from ..lab.classify import classification
 from ..lab.floors import grid_counts
-from ..pat.layers import annealed_tau
-from ..pat.models import PATClassifier, class_scores, elementwise_loss, set_tau
+from ..pat.models import PATClassifier, class_scores, elementwise_loss
+from .pat_shapes import cooled
 
 # %% ../../nbs/pat/64_gestures.ipynb #64090004
 def missing(setting):
@@ -169,11 +169,6 @@ def network(row, setting, data):
     return Answers(model, points)
 
 # %% ../../nbs/pat/64_gestures.ipynb #64090017
-def cooled(model, progress):
-    """Set the temperature."""
-    set_tau(model, annealed_tau(progress))
-
-
 def drawn(row, model, setting, data):
     """Numbers of points, and the share of right answers with each of them in the first windows."""
     if row not in ("PointNet", "PAT (GSA only)", "PAT (GSA only), few"):

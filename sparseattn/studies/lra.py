@@ -64,7 +64,7 @@ def _parts(name, setting):
 
 
 def load(setting):
-    """All tasks."""
+    """All tasks: a record names the digest of their data together."""
     tasks = {name: _parts(name, setting) for name in TASKS}
     return {"sources": [f"{name}: {task['sources']}" for name, task in tasks.items()]} | tasks
 
@@ -182,26 +182,25 @@ def stay_random(encoder, share=0.25):
 
 # %% ../../nbs/sbm/45_lra.ipynb #45net003
 class Reader(nn.Module):
-    """A classifier of one task: (logits (b, classes), densities of the layers (depth,), weight of the density).
+    """A classifier of padded sequences: tokens (b, n) and lengths (b,) to logits (b, classes).
+
+    Args:
+        network: (tokens, mask, return_info) to logits, with `return_info` also a list of every layer's `AttentionInfo`.
+        task: whose data it reads, where a study has several. weight: of the mean density in `loss`.
 
     Example:
         >>> net = SequenceClassifier(10, 3, attention="dense", max_length=5)
-        >>> Reader("text", net)(torch.zeros(2, 5, dtype=torch.uint8), torch.tensor([5, 3]))[0].shape
+        >>> Reader(net)(torch.zeros(2, 5, dtype=torch.uint8), torch.tensor([5, 3])).shape
         torch.Size([2, 3])
     """
 
-    def __init__(self, task, network, weight=0.0):
+    def __init__(self, network, task=None, weight=0.0):
         super().__init__()
-        self.task, self.network, self.weight = task, network, weight
+        self.network, self.task, self.weight = network, task, weight
 
-    def forward(self, tokens, lengths):
-        logits, infos = self.with_info(tokens, lengths)
-        return logits, torch.stack([torch.as_tensor(info.density, device=logits.device) for info in infos]), self.weight
-
-    def with_info(self, tokens, lengths):
-        """Logits and every layer's `AttentionInfo`."""
+    def forward(self, tokens, lengths, return_info=False):
         mask = torch.arange(tokens.shape[-1], device=tokens.device) < lengths[..., None]
-        return self.network(tokens.long(), mask, return_info=True)
+        return self.network(tokens.long(), mask, return_info=return_info)
 
 # %% ../../nbs/sbm/45_lra.ipynb #45net004
 def network(row, setting, data):
@@ -215,20 +214,20 @@ def network(row, setting, data):
     net = SequenceClassifier(vocabulary, classes, attention=name, hidden=hidden, max_length=length, **options)
     if random:
         stay_random(net.body.encoder)
-    return Reader(task, net, weight)
+    return Reader(net, task, weight)
 
 
-def loss(output, labels):
+def loss(model, batch, generator):
     """Cross-entropy, and the weighted mean density."""
-    logits, densities, weight = output
-    return cross_entropy(logits, labels) + (weight * densities.mean() if weight else 0.0)
+    logits, infos = model(**batch["inputs"], return_info=True)
+    return cross_entropy(logits, batch["labels"]) + (model.weight * density(infos) if model.weight else 0.0)
 
 # %% ../../nbs/sbm/45_lra.ipynb #45jud002
 def _attended(model, tokens, lengths):
     """Share of queries that attend each token: (items, layers * heads, n)."""
     found = []
     for one, length in zip(tokens, lengths, strict=True):
-        _, infos = model.with_info(one[None], length[None])
+        _, infos = model(one[None], length[None], return_info=True)
         layers = []
         for info in infos:
             matrix = info.extra.get("matrix")
@@ -245,9 +244,9 @@ def drawn(row, model, setting, data):
     if options["attention"] != "sbm":
         return {}
     model = model.cpu()
-    cuts = [slice(k * setting["batch"], (k + 1) * setting["batch"]) for k in range(20)]
-    cuts = [cut for cut in cuts if cut.start < len(inputs["lengths"])]
-    found = {"layers": torch.stack([model(inputs["tokens"][cut], inputs["lengths"][cut])[1] for cut in cuts])}
+    cuts = torch.arange(len(inputs["lengths"])).split(setting["batch"])[:20]
+    told = [model(inputs["tokens"][cut], inputs["lengths"][cut], return_info=True)[1] for cut in cuts]
+    found = {"layers": torch.tensor([[info.density for info in infos] for infos in told])}
     if model.task == "image" and "weight" in options:
         first = slice(0, 32)
         found |= {"attended": _attended(model, inputs["tokens"][first], inputs["lengths"][first])}
@@ -255,7 +254,7 @@ def drawn(row, model, setting, data):
 
 # %% ../../nbs/sbm/45_lra.ipynb #45jud003
 _ONE = classification("lra", "SBM attention and its rivals on the Long Range Arena (Tables 1 and 2)", ROWS, SETTINGS, load,
-                      network, loss=loss, scores=lambda output: output[0], features=FEATURES, drawn=drawn, missing=missing)
+                      network, features=FEATURES, drawn=drawn, missing=missing)
 
 
 def validate(model, setting, data):
@@ -264,7 +263,7 @@ def validate(model, setting, data):
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = {name: x[:setting["batch"]].to(device) for name, x in inputs.items()}
-        return _ONE.validate(model, setting, data) | {"density": model(**batch)[1].mean().item()}
+        return _ONE.validate(model, setting, data) | {"density": density(model(**batch, return_info=True)[1]).item()}
 
 
-STUDY = by_task(replace(_ONE, validate=validate))
+STUDY = by_task(replace(_ONE, loss=loss, validate=validate))

@@ -9,10 +9,9 @@ __all__ = ['ROWS', 'SETTINGS', 'STUDY', 'of_variance_one', 'network', 'scores', 
 import numpy as np
 import torch
 
-from ..baselines.sets import SetTransformer
 from ..data import shapes
 from ..lab.classify import CLOUD_RULES, classification, on_clouds
-from .sets import KEYS
+from .sets import transformer
 
 # %% ../../nbs/sampled/58_set_shapes.ipynb #58load01
 def of_variance_one(points):
@@ -45,9 +44,7 @@ SETTINGS = {
 # %% ../../nbs/sampled/58_set_shapes.ipynb #58net001
 def network(row, setting, data):
     """The network of a row."""
-    return SetTransformer(3, len(data["_classes"]), dim=setting["dim"], heads=setting["heads"], decoder=0,
-                          points=setting["learned points"], dropout=setting["dropout"], attention=KEYS[row],
-                          as_released=setting["released blocks"])
+    return transformer(row, setting, 3, len(data["_classes"]), decoder=0, dropout=setting["dropout"])
 
 
 def scores(output):

@@ -1,20 +1,9 @@
 """The study of gestures: who is in which part, what is kept of the answers, what rows change."""
 
-import pytest
 import torch
-from sparseattn.studies.gestures import ROWS, STUDY, drawn, judged, load, network, shuffled_and_moved
+from sparseattn.studies.gestures import ROWS, STUDY, drawn, judged, shuffled_and_moved
 
 SETTING = STUDY.at("smoke")
-
-
-@pytest.fixture(scope="module")
-def data():
-    return load(SETTING)
-
-
-def built(row):
-    torch.manual_seed(0)
-    return network(row, SETTING, {}).eval()
 
 
 def test_parts_hold_whole_people(data):
@@ -49,7 +38,7 @@ def test_stirring_keeps_times_and_polarities(data):
         assert (after[:, :2].abs() <= 1.2).all()
 
 
-def test_rows_differ_where_they_say(data):
+def test_rows_differ_where_they_say(data, built):
     sizes = {row: sum(p.numel() for p in built(row).parameters()) for row in ROWS if not ROWS[row].get("floor")}
     assert sizes["PAT (GSA only)"] == sizes["PAT (GSA only), few"] == sizes["PAT (FPS)"] < sizes["PAT (FPS + GSS)"]
     assert sizes["no attention"] < sizes["PAT (GSA only)"]
@@ -58,7 +47,7 @@ def test_rows_differ_where_they_say(data):
     assert built("PointNet")(events).shape == (2, 1, 11)
 
 
-def test_drawn_asks_with_other_numbers_of_points(data):
+def test_drawn_asks_with_other_numbers_of_points(data, built):
     with torch.no_grad():
         found = drawn("PointNet", built("PointNet"), SETTING, data)
     assert found["counts"] == SETTING["counts"] and found["right"].shape == (len(SETTING["counts"]),)

@@ -8,16 +8,6 @@ from sparseattn.studies.glue import FEATURES, ROWS, STUDY
 SETTING = STUDY.at("smoke")
 
 
-@pytest.fixture(scope="module")
-def data():
-    return glue.load(SETTING)
-
-
-def built(row, data):
-    torch.manual_seed(0)
-    return glue.network(row, SETTING, data).eval()
-
-
 def test_sentences_are_padded_behind_their_end(data):
     inputs, labels = data["test"]
     real = torch.arange(SETTING["length"]) < inputs["lengths"][:, None]
@@ -27,19 +17,19 @@ def test_sentences_are_padded_behind_their_end(data):
 
 
 @pytest.mark.parametrize("row", ["full", "no attention"])
-def test_padding_changes_no_answer(row, data):
-    model, inputs = built(row, data), {name: x[:2].clone() for name, x in data["test"][0].items()}
+def test_padding_changes_no_answer(row, data, built):
+    model, inputs = built(row), {name: x[:2].clone() for name, x in data["test"][0].items()}
     before = model(**inputs)
     inputs["tokens"][0, inputs["lengths"][0] :] = 7
     assert torch.equal(model(**inputs), before)
 
 
-def test_rows_differ_where_they_say(data):
-    found = {row: glue.drawn(row, built(row, data), SETTING, data) for row, o in ROWS.items() if "attention" in o}
+def test_rows_differ_where_they_say(data, built):
+    found = {row: glue.drawn(row, built(row), SETTING, data) for row, o in ROWS.items() if "attention" in o}
     dense = {row: values["density"][0] for row, values in found.items() if values}
     assert set(dense) == {"SBM", "SBM, no window", "random masks"}
     assert dense["SBM"] > dense["SBM, no window"] + 0.05 and abs(dense["random masks"] - 0.25) < 0.01
-    layer = built("random masks", data).network.body.encoder.layers[0].attention
+    layer = built("random masks").network.body.encoder.layers[0].attention
     assert not layer.clusters.requires_grad and not any(p.requires_grad for p in layer.network.parameters())
 
 

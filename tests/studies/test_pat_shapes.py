@@ -5,15 +5,9 @@ import torch
 from sparseattn.baselines.graphs import PointNet
 from sparseattn.pat.layers import GumbelSubsetSampling
 from sparseattn.pat.models import class_scores
-from sparseattn.studies.pat_shapes import ROWS, STUDY, Answers, RandomSubset, network
+from sparseattn.studies.pat_shapes import ROWS, STUDY, Answers, RandomSubset
 
 SETTING = STUDY.at("smoke")
-CLASSES = {"_classes": ("chair", "cabinet", "couch", "plant")}
-
-
-def built(row):
-    torch.manual_seed(0)
-    return network(row, SETTING, CLASSES).eval()
 
 
 def test_random_subset_has_distinct_points_of_the_cloud():
@@ -24,7 +18,7 @@ def test_random_subset_has_distinct_points_of_the_cloud():
     assert not torch.equal(layer(x), layer(x))
 
 
-def test_answers_see_the_first_points_and_average_probabilities():
+def test_answers_see_the_first_points_and_average_probabilities(built):
     points = torch.randn(2, 48, 3)
     full, mean = built("full"), built("loss of the mean")
     assert torch.equal(full(points), full(points[:, : SETTING["few"]])) and full(points).shape == (2, SETTING["few"], 4)
@@ -33,7 +27,7 @@ def test_answers_see_the_first_points_and_average_probabilities():
     torch.testing.assert_close(Answers(PointNet(4), 30).eval()(points).shape, torch.Size([2, 1, 4]))
 
 
-def test_rows_differ_where_they_say():
+def test_rows_differ_where_they_say(built):
     sizes = {row: sum(p.numel() for p in built(row).parameters()) for row in ROWS if not ROWS[row].get("floor")}
     for row in ("no shuffle", "loss of the mean", "largest", "LN", "PAT (FPS)", "PAT (GSA only)"):
         assert sizes[row] == sizes["full"]
@@ -47,13 +41,12 @@ def test_rows_differ_where_they_say():
     )
 
 
-def test_without_attention_points_do_not_meet_after_the_embedding():
+def test_without_attention_points_do_not_meet_after_the_embedding(built):
     points, network = torch.randn(1, 32, 3), built("no attention").network
     x = network.embedding(points)
     assert not network.layers[0].attention(x).any() and built("full").network.layers[0].attention(x).any()
 
 
-def test_parts_are_disjoint():
-    data = STUDY.data(SETTING)
+def test_parts_are_disjoint(data):
     train, val = ({tuple(cloud.flatten().tolist()) for cloud in data[part][0]} for part in ("train", "val"))
     assert len(val) == SETTING["validation"] and not train & val

@@ -9,12 +9,8 @@ from sparseattn.samsa.models import EqualScores, sampling_layers
 from sparseattn.studies import peptides as func
 from sparseattn.studies import peptides_struct as struct
 
-SETTING = func.STUDY.at("smoke")
-
-
-@pytest.fixture(scope="module")
-def data():
-    return func.data(SETTING)
+STUDY = func.STUDY
+SETTING = STUDY.at("smoke")
 
 
 @pytest.mark.parametrize("levels", [2, 9, 10_000])

@@ -6,17 +6,8 @@ import torch
 from sparseattn.lab.floors import rule
 from sparseattn.studies import pretraining as P
 
-SETTING = P.STUDY.at("smoke")
-
-
-@pytest.fixture(scope="module")
-def data():
-    return P.data(SETTING)
-
-
-def built(row, data):
-    torch.manual_seed(0)
-    return P.network(row, SETTING, data)
+STUDY = P.STUDY
+SETTING = STUDY.at("smoke")
 
 
 def test_rows_share_their_batches_and_differ_in_what_they_do_with_them(data):
@@ -31,16 +22,16 @@ def test_rows_share_their_batches_and_differ_in_what_they_do_with_them(data):
 
 @pytest.mark.parametrize(
     "row, learns", [("draw: no attention", False), ("draw: dense", True), ("draw: sampled, dense decoder", True)])
-def test_without_attention_an_encoder_learns_nothing_by_drawing(row, learns, data):
-    model = built(row, data)
+def test_without_attention_an_encoder_learns_nothing_by_drawing(row, learns, data, built):
+    model = built(row)
     P.loss(model, next(P.batches(row, SETTING, data, 0, 0)), torch.Generator().manual_seed(0)).backward()
     moved = [p.grad is not None and bool(p.grad.any()) for p in model.autoencoder.encoder.parameters()]
     assert any(moved) == learns
     assert all(p.grad is None for p in model.named.head.parameters())
 
 
-def test_the_best_drawing_has_no_error_and_a_network_answers_twice_alike(data):
-    patches, model = P.groups(data, "test", SETTING), built("draw: sampled", data).eval()
+def test_the_best_drawing_has_no_error_and_a_network_answers_twice_alike(data, built):
+    patches, model = P.groups(data, "test", SETTING), built("draw: sampled")
     assert P._misfits(patches.points, patches.points).abs().max() == 0
     once, again = (P.errors(model, patches, SETTING) for _ in range(2))
     assert torch.equal(once, again) and once.shape == (len(data["test"][1]),)

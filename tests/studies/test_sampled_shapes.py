@@ -3,24 +3,18 @@
 import pytest
 import torch
 from sparseattn.sampled.models import HierarchicalClassifier, ShapeClassifier
-from sparseattn.studies.sampled_shapes import ROWS, STUDY, drawn, network
+from sparseattn.studies.sampled_shapes import ROWS, STUDY, drawn
 
 SETTING = STUDY.at("smoke")
-CLASSES = {"_classes": ("chair", "cabinet", "couch", "plant")}
 TRAINED = [row for row in ROWS if not ROWS[row].get("floor")]
 ONE_LAYER = [row for row in TRAINED if "level" not in row]
-
-
-def built(row, scale="smoke"):
-    torch.manual_seed(0)
-    return network(row, STUDY.at(scale), CLASSES).eval()
 
 
 def size(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def test_rows_differ_in_their_attention_only():
+def test_rows_differ_in_their_attention_only(built):
     sizes = {row: size(built(row)) for row in ONE_LAYER}
     assert sizes["dense"] == sizes["sampled"] == sizes["sparse"] == sizes["kNN"]
     assert sizes["kNN"] > sizes["feed-forward"] > sizes["MLP + FC"]
@@ -32,7 +26,7 @@ def test_rows_differ_in_their_attention_only():
 
 
 @pytest.mark.parametrize("row", ["MLP + FC", "feed-forward"])
-def test_floors_do_not_let_points_meet(row):
+def test_floors_do_not_let_points_meet(row, built):
     points, model = torch.randn(1, 20, 3), built(row)
     x = model.embedding(points)
     x = x if model.layer is None else model.layer(x, points)
@@ -41,7 +35,7 @@ def test_floors_do_not_let_points_meet(row):
     torch.testing.assert_close(x[:, :1], alone)
 
 
-def test_a_cycle_is_drawn_anew_or_never():
+def test_a_cycle_is_drawn_anew_or_never(built):
     points = torch.randn(2, 20, 3)
     assert torch.equal(*(built("sparse")(points) for _ in range(2)))
     sampled = built("sampled")
@@ -56,8 +50,7 @@ def test_every_level_of_the_small_hierarchy_has_points_to_attend_to():
         assert left >= 4
 
 
-def test_drawn_holds_answers_of_eight_cycles():
-    data = STUDY.data(SETTING)
+def test_drawn_holds_answers_of_eight_cycles(data, built):
     found = drawn("sampled", built("sampled"), SETTING, data)
     items = len(data["test"][1])
     assert found["single"].shape == (8, items) and found["mean"].shape == (items,)

@@ -1,40 +1,29 @@
 """The rows of SAMSA's study on shapes: what each of them changes, and in which modes a trained network is tested."""
 
-import pytest
 import torch
 from sparseattn.samsa.models import EqualScores, inference_modes, set_inference
-from sparseattn.studies.samsa_shapes import ROWS, STUDY, drawn, network
+from sparseattn.studies.samsa_shapes import ROWS, STUDY, drawn
 
 SETTING = STUDY.at("smoke")
 
 
-@pytest.fixture(scope="module")
-def data():
-    return STUDY.data(SETTING)
-
-
-def built(row, data):
-    torch.manual_seed(0)
-    return network(row, SETTING, data).eval()
-
-
-def test_rows_differ_where_they_say(data):
+def test_rows_differ_where_they_say(built):
     share = SETTING["points"] / 1024
     for row, options in ROWS.items():
         if "samples" in options:
-            layer = built(row, data).encoder.layers[0].attention
+            layer = built(row).encoder.layers[0].attention
             assert layer.samples == max(2, round(options["samples"] * share))
             assert layer.hard == options.get("hard", True)
     starts = {"hard 256": SETTING["multiplier"], "no attention": SETTING["multiplier"], "hard 256, from 0": 0.0}
-    assert {row: built(row, data).encoder.alpha.item() for row in starts} == starts
+    assert {row: built(row).encoder.alpha.item() for row in starts} == starts
     rows = ("hard 256", "soft 256", "random 256", "full", "PointNet")
-    names = {row: inference_modes(built(row, data)) for row in rows}
+    names = {row: inference_modes(built(row)) for row in rows}
     assert names.pop("hard 256") == ["top-k", "noise"] and names.pop("soft 256") == ["mixed", "top-k", "noise"]
     assert not any(names.values())
 
 
-def test_random_rows_draw_all_keys_equally_often_and_learn_no_scores(data):
-    layer = built("random 256", data).encoder.layers[0].attention
+def test_random_rows_draw_all_keys_equally_often_and_learn_no_scores(built):
+    layer = built("random 256").encoder.layers[0].attention
     x, count = torch.randn(1, 48, SETTING["dim"]), torch.zeros(48 + layer.support_scores.shape[1])
     torch.manual_seed(0)
     for _ in range(500):
@@ -45,8 +34,8 @@ def test_random_rows_draw_all_keys_equally_often_and_learn_no_scores(data):
     assert isinstance(layer.importance, EqualScores) and not layer.support_scores.requires_grad
 
 
-def test_soft_rows_are_tested_as_mixtures_and_other_modes_are_beside(data):
-    model = built("soft 256", data)
+def test_soft_rows_are_tested_as_mixtures_and_other_modes_are_beside(data, built):
+    model = built("soft 256")
     found = STUDY.test(model, SETTING, data)
     assert list(found) == ["test", "top-k", "noise"] and all(len(y) == len(data["test"][1]) for y in found.values())
     points = data["test"][0][:2]
@@ -55,9 +44,9 @@ def test_soft_rows_are_tested_as_mixtures_and_other_modes_are_beside(data):
     assert not torch.equal(set_inference(model, "noise")(points), model(points))
 
 
-def test_drawn_holds_what_the_page_reads(data):
+def test_drawn_holds_what_the_page_reads(data, built):
     with torch.no_grad():
-        found = drawn("hard 256", built("hard 256", data), SETTING, data)
+        found = drawn("hard 256", built("hard 256"), SETTING, data)
     assert set(found) == {"multiplier", "supports, noise", "supports, top-k", "cloud", "read"}
     assert found["read"].shape == (SETTING["heads"], 12)
-    assert drawn("PointNet", built("PointNet", data), SETTING, data) == {}
+    assert drawn("PointNet", built("PointNet"), SETTING, data) == {}

@@ -10,11 +10,6 @@ from sparseattn.studies.scenes import FEATURES, ROWS, STUDY, drawn, judged, load
 SETTING = STUDY.at("smoke")
 
 
-@pytest.fixture(scope="module")
-def data():
-    return load(SETTING)
-
-
 def test_area_five_is_for_testing_and_every_point_has_one_label():
     rooms, found = rooms_of(SETTING), load(SETTING)
     assert {room.area for room in rooms["test"]} == {5} and 5 not in {r.area for r in rooms["train"] + rooms["val"]}

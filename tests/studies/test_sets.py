@@ -1,23 +1,13 @@
 """Clustering and shapes with two random keys a row: what rules know, and rows that differ in their attention."""
 
 import numpy as np
-import pytest
 import torch
 from sparseattn.data import shapes
 from sparseattn.lab.classify import on_clouds
 from sparseattn.studies import set_shapes, sets
 
-SETTING = sets.STUDY.at("smoke")
-
-
-@pytest.fixture(scope="module")
-def data():
-    return sets.data(SETTING)
-
-
-def built(row, data):
-    torch.manual_seed(0)
-    return sets.network(row, SETTING, data).eval()
+STUDY = sets.STUDY
+SETTING = STUDY.at("smoke")
 
 
 def test_moments_of_known_clusters():
@@ -38,12 +28,12 @@ def test_a_step_of_em_does_no_harm(data):
     assert (found["LL1"] > found["LL0"] - 1e-6).all()
 
 
-def test_rows_differ_in_their_attention_only(data):
-    sizes = {row: sum(p.numel() for p in built(row, data).parameters()) for row in sets.KEYS}
+def test_rows_differ_in_their_attention_only(data, built):
+    sizes = {row: sum(p.numel() for p in built(row).parameters()) for row in sets.KEYS}
     assert len(set(sizes.values())) == 1
     test, told = data["test"], {}
     for row in sets.KEYS:
-        told[row] = [sets.said(built(row, data), test, seed)[1] for seed in (0, 0, 1)]
+        told[row] = [sets.said(built(row), test, seed)[1] for seed in (0, 0, 1)]
         assert torch.equal(told[row][0], told[row][1])
         assert torch.equal(told[row][0], told[row][2]) == (row != "two random keys")
     assert not torch.equal(told["all keys"][0], told["no attention in the encoder"][0])
