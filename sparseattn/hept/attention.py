@@ -64,7 +64,7 @@ def multiplicity(order_q: Int[Tensor, "t b h n"], order_k: Int[Tensor, "t b h n"
     same = (block_q[..., :, None] == block_k[..., None, :]) & (block_q >= 0)[..., :, None]
     return same.sum(0)
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32refe02
 def _reference(q, k, v, order_q, order_k, block_size, combine, mask, floor=0.0, check=True):
     "Literal E = (sum_i A_i V) / (sum_i A_i 1 + tables * floor), in logarithms if the floor is 0."
     if mask is not None:
@@ -97,7 +97,7 @@ def _slots(order, block_size, real):
         order = nn.functional.pad(order, (0, blocks * block_size - n), value=n)
     return order.unflatten(-1, (blocks, block_size))
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32flat02
 def _flat(slots, n):
     "The same with points numbered through all rows, (tables, slots of all rows); rows * n is an empty slot."
     rows = slots.shape[1]
@@ -150,7 +150,7 @@ def _blocks_at_once(block_size, device):
     "Number of blocks whose scores fit a cache (CPU) or a modest buffer (GPU)."
     return max(1, (2**19 if device.type == "cpu" else 2**27) // block_size**2)
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32memo02
 def _wide(channels):
     return -(-channels // 8) * 8
 
@@ -308,7 +308,7 @@ def _sums(tile):
             torch.bmm(chunk.weights, chunk.values, out=part)
     return merge.sums(_places(tile.slots_q, len(tile.queries)))[:-1, : tile.one - tile.start + 1]
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32larg02
 def _largest(tile):
     "Largest exponent of every row over all tables."
     largest = tile.queries.new_full((len(tile.queries),), -math.inf)
@@ -419,7 +419,7 @@ def _attend_heads(memory, q, k, v, order_q, order_k, real, out, denominator, shi
         denominator.masked_fill_(~real[..., None], 1)
     torch.div(total[..., :-1], denominator, out=out)
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32head02
 def _differentiate_heads(memory, q, k, v, order_q, order_k, real, out, denominator, shift, grad, *into, union,
                          block_size):
     "Fill in the gradients of q, k and v of some heads."
@@ -540,7 +540,7 @@ _SORTED = r"""
 enum { TABLES, ROWS, POINTS, BLOCK, WIDTH, VALUES, TOGETHER, UNION, THREADS };
 enum { AHEAD = 8 };
 
-INLINE void ask(const REAL *x, int64_t width) {
+INLINE void prefetch(const REAL *x, int64_t width) {
     for (int64_t c = 0; c < width; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
 }
 
@@ -548,7 +548,7 @@ INLINE void ask(const REAL *x, int64_t width) {
 static inline int sorted(const REAL *x, int64_t width, const int64_t *order, int64_t rows, REAL *to, int64_t all) {
     REAL sum = 0;
     for (int64_t i = 0; i < rows; i++, to += all) {
-        if (i + AHEAD < rows) ask(x + order[i + AHEAD] * width, width);
+        if (i + AHEAD < rows) prefetch(x + order[i + AHEAD] * width, width);
         place(x + order[i] * width, width, 1, width, 1, to, 1, all);
         for (int64_t c = 0; c < width; c++) sum += to[c];
     }
@@ -624,7 +624,10 @@ static inline int sort_block(const heads *h, span b, const REAL *q, const REAL *
          & sorted(k + first * h->d, h->d, b.order_k, b.m, h->k + b.at * h->d_all, h->d_all)
          & sorted(v + first * h->e, h->e, b.order_k, b.m, h->v + b.at * h->e_all, h->e_all);
 }
+"""
 
+# %% ../../nbs/hept/32_attention.ipynb #32meet02
+_MEETINGS = r"""
 // Keys and values of a block, and where they have been: the number of tables that count for that.
 static inline int64_t gather_block(const heads *h, const room *x, span b, int64_t table, int64_t *of_k, int64_t *of_q,
                                    REAL *met, const int64_t *s) {
@@ -867,10 +870,12 @@ int permutations(const int64_t *order, const int64_t *s) {
     return bad;
 }
 """
-_SOURCE = TILES + _GAPS + _PULLS + _SORTED + _HEADS + _BLOCKS + _WEIGHTS + _BLOCK_FORWARD + _FORWARD
-_SOURCE += _SORT_GRADIENTS + _BLOCK_BACKWARD + _BACKWARD + _PERMUTATIONS
 
 # %% ../../nbs/hept/32_attention.ipynb #701af3b1
+_SOURCE = TILES + _GAPS + _PULLS + _SORTED + _HEADS + _BLOCKS + _MEETINGS + _WEIGHTS
+_SOURCE += _BLOCK_FORWARD + _FORWARD + _SORT_GRADIENTS + _BLOCK_BACKWARD + _BACKWARD + _PERMUTATIONS
+
+
 def _loops(x):
     "The kernels, where vectors have 32 bytes at least; with narrower ones they were not timed."
     kernels = c_kernels(_SOURCE, x)
@@ -898,8 +903,8 @@ class _LoopAttention(torch.autograd.Function):
         if real is not None:
             count, order_q, order_k = real.sum(1), _real_first(order_q, real), _real_first(order_k, real)
         out, whole, near = blank(v), q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2])
-        strange = kernels("forward", q, k, v, order_q, order_k, count, out, whole, near, float(floor), sizes)
-        if strange and check:
+        nonfinite = kernels("forward", q, k, v, order_q, order_k, count, out, whole, near, float(floor), sizes)
+        if nonfinite and check:
             _check_entries(q, k, v, order_q, order_k)
         ctx.save_for_backward(q, k, v, order_q, order_k, count, out, whole, near)
         ctx.kernels, ctx.sizes, ctx.blank = kernels, sizes, blank
@@ -956,7 +961,7 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
     out = attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=True).to(dtype)
     return (out, block_info(q, v, order_q, order_k, block_size, mask)) if return_info else out
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32atte02
 def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=False, form=None):
     """Rows of points and their orders, and back. Entries are checked, if they are, where they are used, while in the
     cache. The form is the loop where there is one, if none is given."""
@@ -997,7 +1002,7 @@ def _check_orders(q, k, **orders):
     if first.shape != second.shape:
         raise ValueError(f"order_q and order_k must have one shape, got {tuple(first.shape)} and {tuple(second.shape)}")
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32chec02
 def _check_entries(q, k, v, order_q, order_k):
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_finite(name, x)
@@ -1188,7 +1193,7 @@ def _labels(values, buckets, mask, as_released=False):
     joint = combine([torch.cat(pair, -1) for pair in found])
     return joint.split(joint.shape[-1] // 2, -1)
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32pack02
 def _packed(labels):
     "Labels counted from 1 and packed bitwise, the last one highest, as in the released code."
     code = torch.zeros_like(labels[0])
@@ -1321,7 +1326,7 @@ def _case(n, block=100, heads=8, width=24, coord_dims=6, tables=3, device="cpu")
     base = torch.randn(tables, heads, width + coord_dims, **draw)
     return q, k, v, *(sort_order(raw_codes(x, base), labels) for x in (q, k))
 
-
+# %% ../../nbs/hept/32_attention.ipynb #32case02
 def forward_cases(n: int, device: str | torch.device = "cpu") -> dict:
     """Contenders of the forward pass for `python -m sparseattn.lab.measure`, straightforward form first; "torch" is the
     fast form without the loop, which is for CPUs.

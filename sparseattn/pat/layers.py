@@ -196,7 +196,7 @@ def _check_norm(x, groups, over, mask):
 
 # %% ../../nbs/pat/60_layers.ipynb #1b37fedc
 class SetGroupNorm(nn.Module):
-    """`group_norm` with a learnt factor and shift for each channel.
+    """`group_norm` with a learned factor and shift for each channel.
 
     Args:
         groups: groups of channels, must divide them.
@@ -625,7 +625,7 @@ def gumbel_subset_sampling(x: Float[Tensor, "b n c"], weight: Float[Tensor, "m c
 
 # %% ../../nbs/pat/60_layers.ipynb #8cd16b90
 class GumbelSubsetSampling(nn.Module):
-    """`gumbel_subset_sampling` with learnt scores: soft in training, hard in evaluation.
+    """`gumbel_subset_sampling` with learned scores: soft in training, hard in evaluation.
 
     PAT, Sec 3.4. Set `tau` while training, see `annealed_tau`.
 
@@ -718,8 +718,8 @@ def group_attention_cases(n: int, channels: int = 1024, groups: int = 8, backwar
              "multi-head": lambda: heads(x)}
     if not backward:
         return cases
-    ones, learnt = torch.ones_like(x), {name: [x, weight] for name in cases} | {"multi-head": [x, *heads.parameters()]}
-    return {name: lambda f=f, name=name: torch.autograd.grad(f(), learnt[name], ones) for name, f in cases.items()}
+    ones, inputs = torch.ones_like(x), {name: [x, weight] for name in cases} | {"multi-head": [x, *heads.parameters()]}
+    return {name: lambda f=f, name=name: torch.autograd.grad(f(), inputs[name], ones) for name, f in cases.items()}
 
 # %% ../../nbs/pat/60_layers.ipynb #9f7a1173
 def group_attention_cases_32(n: int, device: str | torch.device = "cpu") -> dict:

@@ -340,12 +340,12 @@ class MaskedAutoencoder(nn.Module):
             raise ValueError(f"clouds must be cut into groups of {self.group_size} points, got {size}")
         if hidden is None:
             hidden = draw_hidden(batch, groups, self.ratio, generator=generator, device=patches.points.device)
-        seen, asked = (patches.groups(which) for which in visible_and_hidden(hidden))
-        features = self.encoder(seen)
-        tokens = torch.cat([features, self.mask_token.expand(*asked.centres.shape[:2], -1)], 1)
-        decoded = self.decoder(tokens, torch.cat([seen.centres, asked.centres], 1))[0][:, features.shape[1] :]
+        visible, masked = (patches.groups(which) for which in visible_and_hidden(hidden))
+        features = self.encoder(visible)
+        tokens = torch.cat([features, self.mask_token.expand(*masked.centres.shape[:2], -1)], 1)
+        decoded = self.decoder(tokens, torch.cat([visible.centres, masked.centres], 1))[0][:, features.shape[1] :]
         predicted = self.head(decoded).unflatten(2, (-1, 3)) * self.encoder.token.unit
-        return Reconstruction(predicted, asked.points, asked.centres, hidden)
+        return Reconstruction(predicted, masked.points, masked.centres, hidden)
 
 # %% ../../nbs/sampled/57_autoencoder.ipynb #f7fd8ce6
 SETTINGS = {

@@ -512,12 +512,12 @@ def _shift_blocks(q, k, v, order, shifts, count, scale):
     query, key = (torch.arange(size, device=q.device) for size in (block, block + shifts))
     bias = _times(key - query[:, None], shifts, count, q.dtype).log()
     first = torch.arange(blocks, device=q.device)[:, None] * block
-    asked, reached = (first + query).clamp(max=n - 1), (first + key).expand(b, 1, -1, -1)
+    queries, reached = (first + query).clamp(max=n - 1), (first + key).expand(b, 1, -1, -1)
     real = count[..., None]
     reached = torch.where(reached < real, reached, (reached - real) % real.clamp(min=1))
     order = order.expand(b, h, n)
     found = order.gather(-1, reached.flatten(-2).expand(-1, h, -1))
-    q = _rows(q, order[..., asked.flatten()][None]).view(b, h * blocks, block, -1)
+    q = _rows(q, order[..., queries.flatten()][None]).view(b, h * blocks, block, -1)
     k, v = (_rows(x, found[None]).view(b, h * blocks, block + shifts, -1) for x in (k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias.expand(b, -1, -1, -1), scale=scale)
     return _rows(out.view(b, h, blocks * block, -1)[:, :, :n], _places(order)[None])[0]
