@@ -102,7 +102,7 @@ static REAL product_of_difference(const REAL *x, const REAL *b, const REAL *a, i
     return sum;
 }
 
-static void prefetch(const REAL *x, int64_t d) {
+static void ask(const REAL *x, int64_t d) {
     for (int64_t c = 0; c < d; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
 }
 
@@ -125,25 +125,25 @@ _FORWARD = r"""
 int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, const int64_t *count, REAL *out,
             REAL *share, const int64_t *s, double scale) {
     int64_t d = s[WIDTH], e = s[VALUES], number = pieces(s);
-    int nonfinite = 0;
+    int strange = 0;
     if (!each_once(order, s[ORDERS] * s[OF_CLOUD], s[POINTS], (char *)share)) return 2;  // in the room of what comes later
-    #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE) reduction(| : nonfinite)
+    #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE) reduction(| : strange)
     for (int64_t p = 0; p < number; p++) {
         Walk w = piece(p, order, count, s);
         for (int64_t t = w.from; t < w.to; t++) {
             int64_t i = row(w, t);
             if (t >= w.points) { memset(out + i * e, 0, e * sizeof(REAL)); share[i] = 0; continue; }
             int64_t j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
-            prefetch(q + far * d, d), prefetch(k + far * d, d), prefetch(v + far * e, e);
+            ask(q + far * d, d), ask(k + far * d, d), ask(v + far * e, e);
             REAL score = product_of_difference(q + i * d, k + j * d, k + i * d, d) * (REAL)scale;
             REAL g = 1 / (1 + exp(-score)), sum = score;
             #pragma omp simd reduction(+ : sum)
             for (int64_t c = 0; c < e; c++) sum += out[i * e + c] = v[i * e + c] + g * (v[j * e + c] - v[i * e + c]);
-            nonfinite |= !isfinite(sum);
+            strange |= !isfinite(sum);
             share[i] = g;
         }
     }
-    return nonfinite;
+    return strange;
 }
 """
 
@@ -163,7 +163,7 @@ int backward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, 
                 continue;
             }
             int64_t h = last(w, t), j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
-            prefetch(q + far * d, d), prefetch(k + far * d, d), prefetch(v + far * e, e), prefetch(grad + far * e, e);
+            ask(q + far * d, d), ask(k + far * d, d), ask(v + far * e, e), ask(grad + far * e, e);
             for (int m = t > w.from; m < 2; m++) {
                 int64_t a = m ? i : h, b = m ? j : i;
                 slope[m] = product_of_difference(grad + a * e, v + b * e, v + a * e, e) * share[a] * (1 - share[a]) * (REAL)scale;
@@ -219,7 +219,7 @@ def _rows_of(x, by_point):
     return (x.transpose(1, 2) if by_point else x).reshape(-1, x.shape[3]).contiguous()
 
 
-def _unflatten(rows, form):
+def _laid_out(rows, form):
     "Rows as (b, h, n, d)."
     batch, heads, by_point = form
     rows = rows.view(batch, -1, heads, rows.shape[1]) if by_point else rows.view(batch, heads, -1, rows.shape[1])
@@ -235,7 +235,7 @@ def _output(q, k, v, order, count, scale, look):
         out, share = _attend(q, k, v, order, count, form, scale)
     else:
         out, share = _attend_in_c(kernels, q, k, v, order, count, form, scale, look)
-    return _unflatten(out, form), (q, k, v, order, count, share), form
+    return _laid_out(out, form), (q, k, v, order, count, share), form
 
 # %% ../../nbs/sampled/51_attention.ipynb #d95fe4f3
 class _CycleAttention(torch.autograd.Function):
@@ -254,7 +254,7 @@ class _CycleAttention(torch.autograd.Function):
         (form, scale), kernels = ctx.rest, _kernels(grad)
         arguments = *ctx.saved_tensors, form, scale, _rows_of(grad, form[2])
         found = _attend_backward(*arguments) if kernels is None else _attend_backward_in_c(kernels, *arguments)
-        return *(_unflatten(x, form) for x in found), None, None, None, None
+        return *(_laid_out(x, form) for x in found), None, None, None, None
 
 # %% ../../nbs/sampled/51_attention.ipynb #692529dd
 def _cycle_attention(q, k, v, order, scale, mask, look=None):

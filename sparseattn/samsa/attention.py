@@ -114,7 +114,7 @@ static REAL *row(REAL *x, REAL *supports, int64_t i, int64_t pair, int64_t own, 
     return x + number(i, pair, s[TOKENS], by_point, s) * width;
 }
 
-static void prefetch(const REAL *x, int64_t width) {
+static void ask(const REAL *x, int64_t width) {
     for (int64_t c = 0; c < width; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
 }
 
@@ -136,8 +136,8 @@ static int gathered(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v, co
     int nonfinite = 0;
     for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
         if (a + AHEAD < (pair + 1) * m) {
-            prefetch(row(k, own_k, index[a + AHEAD], pair, head, d, s[KEYS_BY_POINT], s), d);
-            prefetch(row(v, own_v, index[a + AHEAD], pair, head, e, s[VALUES_BY_POINT], s), e);
+            ask(row(k, own_k, index[a + AHEAD], pair, head, d, s[KEYS_BY_POINT], s), d);
+            ask(row(v, own_v, index[a + AHEAD], pair, head, e, s[VALUES_BY_POINT], s), e);
         }
         REAL *to = out + a * (d + e), sum = copy(to, row(k, own_k, index[a], pair, head, d, s[KEYS_BY_POINT], s), d);
         sum += copy(to + d, row(v, own_v, index[a], pair, head, e, s[VALUES_BY_POINT], s), e);
