@@ -20,6 +20,8 @@ except ImportError:  # shapes in annotations are for readers: a machine that has
     sys.modules["jaxtyping"] = _shapes
 
 from sparseattn import baselines  # its modules join the registry
+from sparseattn.core.attention import check_values
+from sparseattn.core.native import native_info
 from sparseattn.core.transformer import Encoder, attention_names
 from sparseattn.hept.attention import HEPTAttention
 from sparseattn.pat.layers import GroupShuffleAttention
@@ -37,6 +39,8 @@ __all__ = [
     "SampledAttention",
     "attentions",
     "baselines",
+    "check_values",
+    "native_info",
 ]
 
 

@@ -174,7 +174,7 @@ VARIANTS = [
     ("reformer", dict(rounds=3, across_buckets=True)),
     ("sampled", dict(window=5)),
     ("sampled", dict(cycles=2, resample="fixed")),
-    ("sampled", dict(resample="batch")),
+    ("sampled", dict(resample="fixed")),
     ("samsa", dict(hard=False)),
     ("samsa", dict(supports=3)),
     ("samsa", dict(as_released=True, inference="mixed")),

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from sparseattn.core.attention import (
-    AttentionInfo, check_choice, check_count, check_points, check_qkv_form, checked_cloud, edge_attention, hide_masked,
-    uncompiled)
+from ..core.attention import (
+    AttentionInfo, check_choice, check_count, check_points, check_qkv_form, checked_cloud, edge_attention,
+    fused_attention, hide_masked, uncompiled)
 from ..core.points import farthest_point_sampling, knn
 from ..core.transformer import head_channels, register_attention
 
@@ -40,9 +40,9 @@ def cross_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
         torch.Size([1, 2, 3, 4])
     """
     if mask is None:
-        return nn.functional.scaled_dot_product_attention(q, k, v)
+        return fused_attention(q, k, v)
     some = mask.any(1)[:, None, None, None]
-    out = nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None, None] | ~some)
+    out = fused_attention(q, k, v, mask[:, None, None] | ~some)
     return out.masked_fill(~some, 0)
 
 # %% ../../nbs/baselines/27_sets.ipynb #27fe1dcb

@@ -6,15 +6,15 @@
 __all__ = ['TILES', 'as_contiguous', 'few_keys_attention']
 
 # %% ../../nbs/core/07_tiles.ipynb #01d07750
+import functools
 import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .attention import composed_gradients, fused_attention, has_values, sees_values
 from .native import c_kernels
 
 # %% ../../nbs/core/07_tiles.ipynb #8d6cb6ce
@@ -306,26 +306,34 @@ def _pieces(pairs, queries):
     return 1 if pairs >= 2 * threads else max(1, min(queries // 256, -(-2 * threads // max(1, pairs))))
 
 # %% ../../nbs/core/07_tiles.ipynb #fdb6cd45
+def _composed(q, rows, scale):
+    k, v = rows.split((q.shape[3], rows.shape[3] - q.shape[3]), 3)
+    return (q @ k.mT * scale).softmax(-1) @ v
+
+
 class _FewKeys(torch.autograd.Function):
     "Attention to keys and values side by side, by the loop."
 
     @staticmethod
     def forward(ctx, q, rows, scale, look):
         (batch, heads, n, d), (*_, m, width) = q.shape, rows.shape
-        (turned, by_point), rows, pieces = as_contiguous(q), rows.contiguous(), _pieces(batch * heads, n)
+        (turned, by_point), flat, pieces = as_contiguous(q), rows.contiguous(), _pieces(batch * heads, n)
         out = q.new_empty((batch, n, heads, width - d) if by_point else (batch, heads, n, width - d))
-        ctx.save_for_backward(turned, rows)
+        ctx.save_for_backward(q, rows, turned, flat)
         ctx.kernels, ctx.scale = c_kernels(_SOURCE, q), scale
         ctx.sizes = (batch * heads, heads, n, m, d, width - d, pieces, by_point)
         sizes = (*ctx.sizes, False, torch.get_num_threads())
-        if ctx.kernels("attend", turned, rows, out, scale, sizes) and look is not None:
+        if ctx.kernels("attend", turned, flat, out, scale, sizes) and look is not None:
             look()
         return out.transpose(1, 2) if by_point else out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (q, rows), (grad, grad_by_point), (*_, pieces, by_point) = ctx.saved_tensors, as_contiguous(grad), ctx.sizes
+        *inputs, q, rows = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            again = functools.partial(_composed, scale=ctx.scale)
+            return *composed_gradients(again, inputs, grad), None, None
+        (grad, grad_by_point), (*_, pieces, by_point) = as_contiguous(grad), ctx.sizes
         to_q, to_rows = torch.empty_like(q), rows.new_empty(*rows.shape[:2], pieces, *rows.shape[2:])
         ctx.kernels("attend_backward", grad, q, rows, to_q, to_rows, ctx.scale,
                     (*ctx.sizes, grad_by_point, torch.get_num_threads()))
@@ -362,9 +370,11 @@ def few_keys_attention(q: Float[Tensor, "b h n d"], rows: Float[Tensor, "b h m d
     d = q.shape[3]
     if not 0 < d < rows.shape[3]:
         raise ValueError(f"rows must be wider than the queries, got {rows.shape[3]} and {d}")
-    kernels = None if torch.is_autocast_enabled(q.device.type) else c_kernels(_SOURCE, q)
+    fused = has_values(rows) and not torch.is_autocast_enabled(q.device.type)
+    kernels = c_kernels(_SOURCE, q) if fused else None
     if kernels is None or kernels("vector_bytes") < 64:
-        if look is not None and not math.isfinite(q.detach().sum().item() + rows.detach().sum().item()):
+        seen = look is not None and sees_values(q)
+        if seen and not math.isfinite(q.detach().sum().item() + rows.detach().sum().item()):
             look()
-        return F.scaled_dot_product_attention(q, rows[..., :d], rows[..., d:], scale=scale)
+        return fused_attention(q, rows[..., :d], rows[..., d:], scale=scale)
     return _FewKeys.apply(q, rows, d**-0.5 if scale is None else float(scale), look)

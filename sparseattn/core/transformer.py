@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from .attention import AttentionInfo, check_count, checked_cloud, dense_attention, hide_masked
+from .attention import (AttentionInfo, check_count, checked_cloud, dense_attention, fused_attention,
+                                       hide_masked)
 from .kernels import append_coordinates
 
 # %% ../../nbs/core/05_transformer.ipynb #09a07f8a
@@ -130,7 +131,7 @@ class DenseAttention(nn.Module):
 def _softmax_attention(q, k, v, *, mask):
     "torch's own kernel, whose result is dense_attention's on real points; a cloud without any attends all, unseen."
     allowed = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
-    return nn.functional.scaled_dot_product_attention(q, k, v, allowed)
+    return fused_attention(q, k, v, allowed)
 
 
 def _all_pairs_info(q, v, mask):
@@ -161,9 +162,9 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.feed = nn.Sequential(nn.Linear(dim, hidden), activation(), nn.Linear(hidden, dim))
 
-    def forward(self, x, coords=None, mask=None, return_info: bool = False):
-        """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports."""
-        found = self.attention(self.norm1(x), coords, mask, return_info)
+    def forward(self, x, coords=None, mask=None, return_info: bool = False, **draw):
+        """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports. `draw`: see `Encoder`."""
+        found = self.attention(self.norm1(x), coords, mask, return_info, **draw)
         out, info = found if return_info else (found, None)
         x = x + self.dropout(out)
         x = x + self.dropout(self.feed(self.norm2(x)))
@@ -196,15 +197,24 @@ class Encoder(nn.Module):
             for _ in range(depth))
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
-                mask: Bool[Tensor, "b n"] | None = None, all_layers: bool = False, return_info: bool = False):
-        """Output of the last layer; with `all_layers` a list of the input and every layer's output.
+                mask: Bool[Tensor, "b n"] | None = None, all_layers: bool = False, return_info: bool = False, **draw):
+        """Output of the last layer.
 
-        Masked points are 0 in each. With `return_info` also a list of what the attention of each layer reports.
+        Args:
+            x: features. coords: coordinates, for mechanisms that use them.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points return 0.
+            all_layers: a list of the input and every layer's output instead.
+            return_info: also a list of what the attention of each layer reports.
+            draw: passed to every attention, where it draws: `generator`, source of the draws; `order` of "sampled", one
+                for all layers; `noise` of "samsa".
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; a draw that the attention does not know.
         """
         x, coords = checked_cloud(x, coords, mask, self.dim)
         outputs, infos = [x], []
         for layer in self.layers:
-            found = layer(outputs[-1], coords, mask, return_info)
+            found = layer(outputs[-1], coords, mask, return_info, **draw)
             out, info = found if return_info else (found, None)
             outputs.append(hide_masked(out, mask))
             infos.append(info)

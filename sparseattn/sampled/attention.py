@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_mask, check_qkv, check_qkv_form,
-                                       checked_cloud, dense_attention, hide_masked)
+                                       checked_cloud, composed_gradients, dense_attention, fused_attention, hide_masked,
+                                       transformed)
 from ..core.native import c_kernels
 from ..core.transformer import head_channels, register_attention
 from .cycles import (_advance, _check_order_form, _real_first, check_order, cycle_successor,
@@ -54,7 +54,7 @@ def _next_row(order, count, batch, heads, by_point):
 def _attend(q, k, v, order, count, form, scale):
     "Output, and share of the next row, by rows."
     following = _next_row(order, count, *form)
-    share = (k.index_select(0, following) - k).mul_(q).sum(1).mul_(scale).sigmoid_()
+    share = ((k.index_select(0, following) - k) * q).sum(1).mul(scale).sigmoid()
     return torch.lerp(v, v.index_select(0, following), share[:, None]), share
 
 # %% ../../nbs/sampled/51_attention.ipynb #5d22b2f1
@@ -102,7 +102,7 @@ static REAL product_of_difference(const REAL *x, const REAL *b, const REAL *a, i
     return sum;
 }
 
-static void ask(const REAL *x, int64_t d) {
+static void prefetch(const REAL *x, int64_t d) {
     for (int64_t c = 0; c < d; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
 }
 
@@ -125,25 +125,25 @@ _FORWARD = r"""
 int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, const int64_t *count, REAL *out,
             REAL *share, const int64_t *s, double scale) {
     int64_t d = s[WIDTH], e = s[VALUES], number = pieces(s);
-    int strange = 0;
+    int nonfinite = 0;
     if (!each_once(order, s[ORDERS] * s[OF_CLOUD], s[POINTS], (char *)share)) return 2;  // in the room of what comes later
-    #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE) reduction(| : strange)
+    #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE) reduction(| : nonfinite)
     for (int64_t p = 0; p < number; p++) {
         Walk w = piece(p, order, count, s);
         for (int64_t t = w.from; t < w.to; t++) {
             int64_t i = row(w, t);
             if (t >= w.points) { memset(out + i * e, 0, e * sizeof(REAL)); share[i] = 0; continue; }
             int64_t j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
-            ask(q + far * d, d), ask(k + far * d, d), ask(v + far * e, e);
+            prefetch(q + far * d, d), prefetch(k + far * d, d), prefetch(v + far * e, e);
             REAL score = product_of_difference(q + i * d, k + j * d, k + i * d, d) * (REAL)scale;
             REAL g = 1 / (1 + exp(-score)), sum = score;
             #pragma omp simd reduction(+ : sum)
             for (int64_t c = 0; c < e; c++) sum += out[i * e + c] = v[i * e + c] + g * (v[j * e + c] - v[i * e + c]);
-            strange |= !isfinite(sum);
+            nonfinite |= !isfinite(sum);
             share[i] = g;
         }
     }
-    return strange;
+    return nonfinite;
 }
 """
 
@@ -163,7 +163,7 @@ int backward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, 
                 continue;
             }
             int64_t h = last(w, t), j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
-            ask(q + far * d, d), ask(k + far * d, d), ask(v + far * e, e), ask(grad + far * e, e);
+            prefetch(q + far * d, d), prefetch(k + far * d, d), prefetch(v + far * e, e), prefetch(grad + far * e, e);
             for (int m = t > w.from; m < 2; m++) {
                 int64_t a = m ? i : h, b = m ? j : i;
                 slope[m] = product_of_difference(grad + a * e, v + b * e, v + a * e, e) * share[a] * (1 - share[a]) * (REAL)scale;
@@ -219,7 +219,7 @@ def _rows_of(x, by_point):
     return (x.transpose(1, 2) if by_point else x).reshape(-1, x.shape[3]).contiguous()
 
 
-def _laid_out(rows, form):
+def _unflatten(rows, form):
     "Rows as (b, h, n, d)."
     batch, heads, by_point = form
     rows = rows.view(batch, -1, heads, rows.shape[1]) if by_point else rows.view(batch, heads, -1, rows.shape[1])
@@ -235,26 +235,35 @@ def _output(q, k, v, order, count, scale, look):
         out, share = _attend(q, k, v, order, count, form, scale)
     else:
         out, share = _attend_in_c(kernels, q, k, v, order, count, form, scale, look)
-    return _laid_out(out, form), (q, k, v, order, count, share), form
+    return _unflatten(out, form), (q, k, v, order, count, share), form
 
 # %% ../../nbs/sampled/51_attention.ipynb #d95fe4f3
+def _composed(q, k, v, order, count, scale):
+    "Output (b, h, n, d), differentiable as often as one likes."
+    form = *q.shape[:2], q.transpose(1, 2).is_contiguous()
+    q, k, v = (_rows_of(x, form[2]) for x in (q, k, v))
+    return _unflatten(_attend(q, k, v, order, count, form, scale)[0], form)
+
+
 class _CycleAttention(torch.autograd.Function):
     "The output, with its gradient."
 
     @staticmethod
     def forward(ctx, q, k, v, order, count, scale, look):
         out, saved, form = _output(q, k, v, order, count, scale, look)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(q, k, v, *saved)
         ctx.rest = form, scale
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (form, scale), kernels = ctx.rest, _kernels(grad)
-        arguments = *ctx.saved_tensors, form, scale, _rows_of(grad, form[2])
+        (form, scale), (q, k, v, *saved), kernels = ctx.rest, ctx.saved_tensors, _kernels(grad)
+        if torch.is_grad_enabled():
+            again = functools.partial(_composed, order=saved[3], count=saved[4], scale=scale)
+            return *composed_gradients(again, (q, k, v), grad), None, None, None, None
+        arguments = *saved, form, scale, _rows_of(grad, form[2])
         found = _attend_backward(*arguments) if kernels is None else _attend_backward_in_c(kernels, *arguments)
-        return *(_laid_out(x, form) for x in found), None, None, None, None
+        return *(_unflatten(x, form) for x in found), None, None, None, None
 
 # %% ../../nbs/sampled/51_attention.ipynb #692529dd
 def _cycle_attention(q, k, v, order, scale, mask, look=None):
@@ -264,9 +273,13 @@ def _cycle_attention(q, k, v, order, scale, mask, look=None):
     if dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
     order, count = _moved(order, mask)
-    arguments = q, k, v, order.contiguous(), count, scale, look
-    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out = _CycleAttention.apply(*arguments) if learns else _output(*arguments)[0]
+    arguments = q, k, v, order.contiguous(), count, scale
+    if torch.compiler.is_compiling() or transformed(*arguments):
+        out = _composed(*arguments)
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out = _CycleAttention.apply(*arguments, look)
+    else:
+        out = _output(*arguments, look)[0]
     return _clear(out.to(dtype), mask)
 
 # %% ../../nbs/sampled/51_attention.ipynb #8a1db469
@@ -286,8 +299,7 @@ def _check_order_fits(order, q):
 
 def _checked_order(order, q):
     _check_order_fits(order, q)
-    if not torch.compiler.is_compiling():  # a look at values would cut the compiled function in two
-        check_order("order", order)
+    check_order("order", order)
     return order
 
 
@@ -309,7 +321,7 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
         Weighted means of two values, one point's own value if it is alone. dtype as `q`.
 
     Raises:
-        TypeError, ValueError: see `check_qkv` and `check_order`; under `torch.compile` values are not looked at.
+        TypeError, ValueError: see `check_qkv` and `check_order`.
 
     Example:
         >>> x = torch.tensor([[[[0.0], [3.0], [6.0]]]])
@@ -318,7 +330,7 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
     """
     _check_input(q, k, v, order, mask, impl)
     looked_at = impl == "fast" and mask is None and _kernels(q) is not None
-    if not looked_at and not torch.compiler.is_compiling():
+    if not looked_at:
         check_qkv(q, k, v, mask)
         _checked_order(order, q)
     if impl == "fast":
@@ -429,11 +441,11 @@ def _window_attention(q, k, v, order, window, scale, mask):
     queries = F.pad(order, (0, parts * (size - 1) - n))  # the last window may be short of queries
     blocks = [_rows(_clear(x, mask), index.flatten(2)).view(batch * heads, parts, -1, x.shape[3])
               for x, index in ((q, queries), (k, keys), (v, keys))]
-    if counts.all():
+    if mask is None and n >= size and n % (size - 1) == 0:
         allowed = None
     else:  # windows of padding alone attend all of it, unseen
         allowed = (counts | ~counts.any(-1, keepdim=True)).expand(batch, heads, -1, -1).reshape(-1, parts, 1, size)
-    out = F.scaled_dot_product_attention(*blocks, allowed, scale=scale).view(batch, heads, -1, v.shape[3])
+    out = fused_attention(*blocks, allowed, scale=scale).view(batch, heads, -1, v.shape[3])
     back = torch.empty_like(order).scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
     return _clear(_rows(out, back), mask)
 
@@ -522,24 +534,14 @@ class _Order(nn.Module):
 
     def __init__(self, resample, seed):
         super().__init__()
-        check_choice("resample", resample, ("layer", "batch", "fixed"))
-        self.resample, self.seed, self.calls = resample, seed, 0
+        check_choice("resample", resample, ("layer", "fixed"))
+        self.resample, self.seed = resample, seed
 
     def draw(self, points: int, generator: torch.Generator | None = None, device=None) -> Int[Tensor, "n"]:
         """The order of this call, (n,)."""
         if self.resample == "layer":
             return sample_cycle(points, generator=generator, device=device)
-        own = torch.Generator().manual_seed(self.seed + self.calls * (self.resample == "batch"))
-        self.calls += 1
-        return sample_cycle(points, generator=own).to(device)
-
-    def get_extra_state(self):
-        """The number of calls so far, which the draws of "batch" follow."""
-        return torch.tensor(self.calls)
-
-    def set_extra_state(self, state):
-        """See `get_extra_state`."""
-        self.calls = int(state)
+        return sample_cycle(points, generator=torch.Generator().manual_seed(self.seed)).to(device)
 
 # %% ../../nbs/sampled/51_attention.ipynb #0c648e8a
 @register_attention("sampled")
@@ -551,11 +553,10 @@ class SampledAttention(_Order):
     Args:
         dim: channels.
         heads: number of heads; must divide `dim` unless `head_dim` is given.
-        resample: "layer" draws at every call; "batch" draws from `seed` and the number of calls so far, so that layers
-            with one seed share each batch's draw; "fixed" draws from `seed` alone.
+        resample: "layer" draws at every call, in training and evaluation; "fixed" draws from `seed` alone.
         cycles: above 1, as many cyclic shifts of the draw, combined by `shift_attention`; converges to dense attention.
         window: points of a window with dense attention inside; 2 is the cycle. Needs `cycles=1` above 2.
-        seed: for "batch" and "fixed".
+        seed: for "fixed".
         head_dim: channels of a head; None takes `dim // heads`.
 
     Raises:

@@ -8,14 +8,16 @@ __all__ = ['check_order', 'cycle_successor', 'cycle_pattern', 'sample_cycle', 's
            'dense_limit_attention', 'shift_attention']
 
 # %% ../../nbs/sampled/50_cycles.ipynb #9766bedc
+import functools
 import math
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..core.attention import attention_logits, check_choice, check_count, check_points, check_qkv
+from ..core.attention import (attention_logits, check_choice, check_count, check_points, check_qkv,
+                                       composed_gradients, fused_attention, sees_values, transformed)
+from ..core.relaxation import random_integers
 
 # %% ../../nbs/sampled/50_cycles.ipynb #df5e759e
 def check_order(name: str, order: Tensor, n: int | None = None) -> None:
@@ -28,12 +30,14 @@ def check_order(name: str, order: Tensor, n: int | None = None) -> None:
 
     Raises:
         TypeError: not an int64 tensor.
-        ValueError: another number of points, or a row that is no permutation.
+        ValueError: another number of points, or a row that is no permutation (on a CPU; see `check_values`).
 
     Example:
         >>> check_order("order", torch.tensor([2, 0, 1]), 3)
     """
     _check_order_form(name, order, n)
+    if not sees_values(order, memory=True):
+        return
     low, high = order.aminmax()
     inside = 0 <= low.item() and high.item() < order.shape[-1]
     if not inside or not torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all():
@@ -123,7 +127,7 @@ _PACKED = 512  # points, up to which a batch is sorted
 def _packed_orders(n, batch, generator, device):
     "Orders from random numbers that hold the point's number in their last bits, sorted."
     bits = (n - 1).bit_length()
-    x = torch.empty(*batch, n, dtype=torch.int64, device=device).random_(generator=generator)
+    x = random_integers((*batch, n), torch.int64, generator=generator, device=device)
     x.bitwise_left_shift_(bits).bitwise_or_(torch.arange(n, device=x.device))
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         x.numpy().sort(-1)
@@ -356,6 +360,14 @@ def _rows(x, index):
     return x.flatten(0, 2).index_select(0, flat.flatten()).view(*flat.shape, *x.shape[3:])
 
 # %% ../../nbs/sampled/50_cycles.ipynb #bb3ae92e
+def _composed_ratio(q, k, v, bias, edges, portions, scale):
+    "The same, all cycles at once."
+    ahead = torch.cat([edges(*portion)[0] for portion in portions])
+    own, others = (q * k).sum(-1)[None] * scale, (q * _rows(k, ahead)).sum(-1) * scale + bias
+    w = torch.cat([own, others]).softmax(0)[..., None]
+    return w[0] * v + (w[1:] * _rows(v, ahead)).sum(0)
+
+
 class _RatioAttention(torch.autograd.Function):
     """Self-term plus sampled terms of softmax attention, cycle by cycle.
 
@@ -380,9 +392,11 @@ class _RatioAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         q, k, v, bias, own, out, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            again = functools.partial(_composed_ratio, bias=bias, edges=ctx.edges, portions=ctx.portions, scale=ctx.scale)
+            return *composed_gradients(again, (q, k, v), grad), None, None, None, None
         mean = (grad * out).sum(-1)
         w = (own - total).exp()
         s = w * ((grad * v).sum(-1) - mean)
@@ -443,7 +457,8 @@ def _ratio(q, k, v, orders, count, scale, impl):
         return _weighted_attention(q, k, v, times * weight[..., None] + eye, scale)
     step = max(1, _PORTION // q.numel())
     portions = [(first, min(first + step, draws)) for first in range(0, draws, step)]
-    return _RatioAttention.apply(q, k, v, weight.log(), edges, portions, scale)
+    plain = torch.compiler.is_compiling() or transformed(q, k, v)
+    return (_composed_ratio if plain else _RatioAttention.apply)(q, k, v, weight.log(), edges, portions, scale)
 
 # %% ../../nbs/sampled/50_cycles.ipynb #d46b03d0
 def dense_limit_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -519,7 +534,7 @@ def _shift_blocks(q, k, v, order, shifts, count, scale):
     found = order.gather(-1, reached.flatten(-2).expand(-1, h, -1))
     q = _rows(q, order[..., queries.flatten()][None]).view(b, h * blocks, block, -1)
     k, v = (_rows(x, found[None]).view(b, h * blocks, block + shifts, -1) for x in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias.expand(b, -1, -1, -1), scale=scale)
+    out = fused_attention(q, k, v, bias.expand(b, -1, -1, -1), scale=scale)
     return _rows(out.view(b, h, blocks * block, -1)[:, :, :n], _places(order)[None])[0]
 
 # %% ../../nbs/sampled/50_cycles.ipynb #6821095e

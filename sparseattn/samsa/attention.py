@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_qkv, check_qkv_form,
-                                       checked_cloud, dense_attention, hide_masked, uncompiled)
+                                       checked_cloud, composed_gradients, dense_attention, hide_masked, sees_values,
+                                       transformed)
 from ..core.native import c_kernels
-from ..core.relaxation import check_noise, check_tau, gumbel, straight_through
+from ..core.relaxation import check_noise, check_tau, gumbel
 from ..core.tiles import as_contiguous, few_keys_attention
 from ..core.transformer import head_channels, register_attention
-from .sampling import _Swap
+from .sampling import _compared_rows, _composed, _Swap
 
 # %% ../../nbs/samsa/71_attention.ipynb #8c27325a
 def _selected(order, rows, x):
@@ -34,12 +34,8 @@ def _reference_rows(x, noisy, samples, tau, hard):
     own = _selected(order, slice(samples), x)
     if not _compares(noisy, hard):
         return own
-    other, gap = _selected(order, slice(samples, 2 * samples), x), noisy.gather(-1, order[..., : 2 * samples])
-    p = ((gap[..., :samples, None] - gap[..., None, samples:]) / tau).sigmoid()
-    if not hard:
-        return (p.sum(-1, keepdim=True) * own + (1 - p) @ other) / samples
-    mixed = (p.sum(-1, keepdim=True) * own.detach() + (1 - p) @ other.detach()) / samples
-    return straight_through(own, mixed) + (own - own.detach())
+    other, top = _selected(order, slice(samples, 2 * samples), x), noisy.gather(-1, order[..., : 2 * samples])
+    return _compared_rows(own, other, top, samples, tau, hard)
 
 # %% ../../nbs/samsa/71_attention.ipynb #70fa304d
 def _compares(scores, hard):
@@ -94,6 +90,11 @@ def _taken(x, index, table):
     table = table.to(x.dtype).expand(len(x), -1, -1, -1)
     return torch.where(place < n, x.gather(2, place.clamp(max=n - 1)), table.gather(2, (place - n).clamp(min=0)))
 
+
+def _side_by_side(k, v, own_k, own_v, index):
+    "Keys and values by index, (b, h, m, d + e)."
+    return torch.cat([_taken(k, index, own_k), _taken(v, index, own_v)], -1)
+
 # %% ../../nbs/samsa/71_attention.ipynb #544c5c00
 _ROWS = r"""
 #include <math.h>
@@ -114,7 +115,7 @@ static REAL *row(REAL *x, REAL *supports, int64_t i, int64_t pair, int64_t own, 
     return x + number(i, pair, s[TOKENS], by_point, s) * width;
 }
 
-static void ask(const REAL *x, int64_t width) {
+static void prefetch(const REAL *x, int64_t width) {
     for (int64_t c = 0; c < width; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
 }
 
@@ -136,8 +137,8 @@ static int gathered(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v, co
     int nonfinite = 0;
     for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
         if (a + AHEAD < (pair + 1) * m) {
-            ask(row(k, own_k, index[a + AHEAD], pair, head, d, s[KEYS_BY_POINT], s), d);
-            ask(row(v, own_v, index[a + AHEAD], pair, head, e, s[VALUES_BY_POINT], s), e);
+            prefetch(row(k, own_k, index[a + AHEAD], pair, head, d, s[KEYS_BY_POINT], s), d);
+            prefetch(row(v, own_v, index[a + AHEAD], pair, head, e, s[VALUES_BY_POINT], s), e);
         }
         REAL *to = out + a * (d + e), sum = copy(to, row(k, own_k, index[a], pair, head, d, s[KEYS_BY_POINT], s), d);
         sum += copy(to + d, row(v, own_v, index[a], pair, head, e, s[VALUES_BY_POINT], s), e);
@@ -237,7 +238,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, k, v, own_k, own_v, index, supports, look):
-        ctx.save_for_backward(index)
+        ctx.save_for_backward(k, v, own_k, own_v, index)
         (batch, heads, n, d), e = k.shape, v.shape[3]
         (k, keys_by_point), (v, values_by_point) = as_contiguous(k), as_contiguous(v)
         ctx.sizes = (batch, heads, n, index.shape[2], d, e, keys_by_point, values_by_point, supports,
@@ -250,24 +251,25 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        *inputs, index = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *composed_gradients(lambda *x: _side_by_side(*x, index), inputs, grad), None, None, None
         batch, heads, n, _, d, e, keys_by_point, values_by_point, supports, _ = ctx.sizes
         k, v = _zeros(grad, batch, heads, n, d, keys_by_point), _zeros(grad, batch, heads, n, e, values_by_point)
         own = [_zeros(grad, batch, heads, supports, width, False) if supports else None for width in (d, e)]
-        ctx.kernels("scatter", k, v, *own, *ctx.saved_tensors, grad.contiguous(), ctx.sizes)
+        ctx.kernels("scatter", k, v, *own, index, grad.contiguous(), ctx.sizes)
         k, v = k.transpose(1, 2) if keys_by_point else k, v.transpose(1, 2) if values_by_point else v
         return k, v, *(x if x is None else x.sum(0) for x in own), None, None, None
 
 # %% ../../nbs/samsa/71_attention.ipynb #a624a348
 def _chosen(k, v, index, supports, look=None):
     "Keys and values side by side (b, h, m, d + e), by index (b, h, m); `look` is called if one is not finite."
-    if c_kernels(_SOURCE, k) is not None:
+    if c_kernels(_SOURCE, k) is not None and not transformed(v, index, *supports or ()):
         tables, number = _tables(k, supports)
         return _Gather.apply(k, v, *tables, index, number, look)
-    tables = (None, None) if supports is None else supports[:2]
-    rows = torch.cat([_taken(x, index, table) for x, table in zip((k, v), tables, strict=True)], -1)
-    if look is not None and not math.isfinite(rows.detach().sum().item()):
+    rows = _side_by_side(k, v, *(None, None) if supports is None else supports[:2], index)
+    if look is not None and sees_values(rows) and not math.isfinite(rows.detach().sum().item()):
         look()
     return rows
 
@@ -276,7 +278,10 @@ def _mixed(x, scores, top, index, samples, tau, hard):
     "Rows y_a from the 2k candidates x (b, h, 2k, c)."
     rows, scores = x.flatten(0, 1), scores.gather(-1, index).flatten(0, 1)
     with torch.autocast(x.device.type, enabled=False):
-        rows = uncompiled(_Swap.apply)(rows, scores, rows.detach(), top.flatten(0, 1), None, samples, float(tau), hard)
+        if torch.compiler.is_compiling() or transformed(rows, scores):
+            rows = _composed(rows, scores, top.flatten(0, 1), None, samples, tau, hard)
+        else:
+            rows = _Swap.apply(rows, scores, rows.detach(), top.flatten(0, 1), None, samples, float(tau), hard)
     return rows.view(*x.shape[:2], samples, -1)
 
 # %% ../../nbs/samsa/71_attention.ipynb #a2844e65
@@ -285,7 +290,7 @@ def _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, look):
     compares = _compares(scores, hard)
     need = samples * (1 + compares)
     top, index = noisy.topk(min(need, noisy.shape[-1]), -1, sorted=compares)
-    if top.shape[-1] < need or not math.isfinite(top.sum().item()):
+    if top.shape[-1] < need or sees_values(top) and not math.isfinite(top.sum().item()):
         _check_scores(noisy, need)
     rows = _chosen(k, v, index, supports, look)
     if compares:
@@ -328,7 +333,7 @@ def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=No
     scores, noisy = _scored(scores, noise, mask, supports)
     noisy, q, kernels = noisy.detach(), _clear(q, mask), None
     if hard and samples <= noisy.shape[-1] and noisy.dtype == k.dtype and not _learn(k, v, scores, *supports or ()):
-        kernels = c_kernels(_SOURCE, k)
+        kernels = None if transformed(q, v, noisy) else c_kernels(_SOURCE, k)
     if kernels is None:
         rows, index = _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, look)
     else:

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..core.attention import check_choice, check_count, check_finite
+from ..core.attention import check_choice, check_count, check_finite, composed_gradients, transformed
 from ..core.native import c_kernels
 from ..core.relaxation import (check_noise, check_tau, gumbel, gumbel_softmax, gumbel_top_k,
                                         straight_through)
@@ -79,9 +78,12 @@ def _reference(x, noisy, index, k, tau, hard):
     "The rows, by selection matrices (b, 2k, n) and comparisons (b, k, k)."
     select = F.one_hot(index, x.shape[1])
     rows = select.to(x.dtype) @ x.masked_fill(select.sum(1)[..., None] == 0, 0)
-    own, other = rows.split(k, 1)
-    first, second = noisy.gather(1, index).split(k, 1)
-    p = ((first[..., None] - second[:, None]) / tau).sigmoid().to(x.dtype)
+    return _compared_rows(*rows.split(k, 1), noisy.gather(1, index), k, tau, hard)
+
+
+def _compared_rows(own, other, noisy, k, tau, hard):
+    "Rows of I (..., k, c), mixed with those of J by noisy scores (..., 2k); hard: only with the mixtures' gradient."
+    p = ((noisy[..., :k, None] - noisy[..., None, k:]) / tau).sigmoid().to(own.dtype)
     if not hard:
         return p.mean(-1, keepdim=True) * own + (1 - p) @ other / k
     mixed = p.mean(-1, keepdim=True) * own.detach() + (1 - p) @ other.detach() / k
@@ -269,20 +271,29 @@ def _slopes(grad, rows, top, k, tau, hard):
     return grad if hard else to_rows, to_top
 
 # %% ../../nbs/samsa/70_sampling.ipynb #9a4d9580
+def _composed(x, scores, top, index, k, tau, hard):
+    "The rows by autograd, through comparisons (b, k, k)."
+    rows, scores = (x, scores) if index is None else (_take(x, index), scores.gather(1, index))
+    noisy = top + (scores - scores.detach()).to(top.dtype)
+    return _compared_rows(*rows.to(_wide(rows.dtype)).split(k, 1), noisy, k, tau, hard).to(x.dtype)
+
+
 class _Swap(torch.autograd.Function):
     "Rows of I, mixed with those of J or not, with the gradient of the swap estimator; index None: x is those rows."
 
     @staticmethod
     def forward(ctx, x, scores, rows, top, index, k, tau, hard):
-        ctx.save_for_backward(rows, top, index)
+        ctx.save_for_backward(x, scores, rows, top, index)
         ctx.form, ctx.like = (k, tau, hard), (x.shape, x.dtype, scores.dtype)
         return rows[:, :k].clone() if hard else _soft(rows.to(_wide(rows.dtype)), top, k, tau).to(rows.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (rows, top, index), (shape, x_dtype, scores_dtype) = ctx.saved_tensors, ctx.like
+        (*inputs, rows, top, index), (shape, x_dtype, scores_dtype) = ctx.saved_tensors, ctx.like
         (k, tau, hard), wide = ctx.form, _wide(rows.dtype)
+        if torch.is_grad_enabled():
+            found = composed_gradients(lambda x, scores: _composed(x, scores, top, index, *ctx.form), inputs, grad)
+            return *found, None, None, None, None, None, None
         with torch.autocast(rows.device.type, enabled=False):
             to_rows, to_top = _slopes(grad.to(wide), rows.to(wide), top, k, tau, hard)
         if index is None:
@@ -331,6 +342,8 @@ def sample_without_replacement(x: Float[Tensor, "b n c"], scores: Float[Tensor, 
     rows = _take(x.detach(), index)
     check_finite("x (tokens drawn or compared)", rows)
     with torch.autocast(x.device.type, enabled=False):
+        if impl == "fast" and transformed(x, scores):
+            return _composed(x, scores, noisy.detach().gather(1, index), index, k, float(tau), hard)
         if impl == "fast":
             return _Swap.apply(x, scores, rows, noisy.detach().gather(1, index), index, k, float(tau), hard)
         return _reference(x.to(_wide(x.dtype)), noisy, index, k, tau, hard).to(x.dtype)
@@ -392,12 +405,7 @@ def swap_flops(k: int, channels: int, *, batch: int = 1, hard: bool = False, bac
 def _gathered(x, scores, noise, k, tau, hard):
     "The rows, gathered, with autograd through comparisons (b, k, k)."
     top, index = (scores + noise).topk(2 * k, -1)
-    own, other = _take(x, index).split(k, 1)
-    p = ((top[:, :k, None] - top[:, None, k:]) / tau).sigmoid()
-    if not hard:
-        return p.mean(-1, keepdim=True) * own + (1 - p) @ other / k
-    mixed = p.mean(-1, keepdim=True) * own.detach() + (1 - p) @ other.detach() / k
-    return straight_through(own, mixed) + (own - own.detach())
+    return _compared_rows(*_take(x, index).split(k, 1), top, k, tau, hard)
 
 
 def sampling_cases(n: int, k: int = 128, channels: int = 64, batch: int = 4, hard: bool = False,

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_points,
-                                       check_qkv_form, checked_cloud, edge_attention, hide_masked, pattern_attention,
-                                       straight_through_presence)
+                                       check_qkv_form, checked_cloud, edge_attention, has_values, hide_masked,
+                                       pattern_attention, straight_through_presence)
 from ..core.transformer import head_channels, register_attention
 from .sampling import bernoulli, fastrg
 
@@ -110,7 +110,7 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
         mask: True = a real point; masked points change nothing and return 0.
         edges: a mask drawn before, as (batch * heads + head, query, key), in place of a draw.
         generator: source of the draws.
-        impl: "fast", a list or a matrix by expected density, or "reference", a matrix.
+        impl: "fast", a list or a matrix by expected density (under `torch.compile` a matrix), or "reference", a matrix.
         return_info: also return an `AttentionInfo`; its pattern is the list of edges (None where the mask is a matrix,
             which is in `extra["matrix"]`), its density carries the gradient of every edge's presence.
 
@@ -127,17 +127,15 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
     """
     _check_model(q, k, v, y, s, z, mask)
     _check_options(sampler, exploration, window, gradient, impl)
-    dtype, (batch, heads, n, _) = q.dtype, q.shape
+    dtype, (batch, _, n, _) = q.dtype, q.shape
     q, k, v, y, s, z = (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (q, k, v, y, s, z))
     if mask is not None:
         q, k, v, y, z = (x.masked_fill(~mask[:, None, :, None], 0) for x in (q, k, v, y, z))
     if exploration:
         y, s, z = explore(y, s, z, exploration, mask)
     real = q.new_ones(batch, n, dtype=torch.bool) if mask is None else mask
-    pairs = max(heads * int(real.sum(1).square().sum()), 1)
     a = y @ s
-    expected = (a.sum(2) * z.sum(2)).sum().item() / pairs
-    if edges is None and (impl == "reference" or expected > _DENSE):
+    if edges is None and (impl == "reference" or not _few(a, z, real)):
         out, count, kept = _on_matrix(q, k, v, a, z, sampler, window, gradient, real, generator)
     else:
         if edges is None:
@@ -146,11 +144,21 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
                 edges = _SAMPLERS[sampler](*model, generator=generator)
         out, count, kept = _on_list(q, k, v, a, z, edges, window, gradient, real, impl)
     out = out.to(dtype)
-    return (out, _info(count, kept, pairs, q, v, y)) if return_info else out
+    return (out, _info(count, kept, real, q, v, y)) if return_info else out
 
 
 # expected share of edges from which a draw for every pair is cheaper than a list
 _DENSE = 0.15
+
+
+def _pairs(heads, real):
+    "Number of pairs of real points, of all heads."
+    return max(heads * int(real.sum(1).square().sum()), 1)
+
+
+def _few(a, z, real):
+    "Whether a list of edges is cheaper; under `torch.compile`, which cannot know, no."
+    return has_values(a) and (a.sum(2) * z.sum(2)).sum().item() <= _DENSE * _pairs(a.shape[1], real)
 
 # %% ../../nbs/sbm/41_attention.ipynb #90545ca4
 def _on_list(q, k, v, a, z, edges, window, gradient, real, impl):
@@ -175,7 +183,7 @@ class _Ones(torch.autograd.Function):
 def _on_matrix(q, k, v, a, z, sampler, window, gradient, real, generator):
     chance = a @ z.mT
     odds = chance.detach() if sampler == "bernoulli" else -torch.expm1(-chance.detach())
-    pattern = torch.rand(odds.shape, dtype=odds.dtype, device=odds.device, generator=generator) < odds
+    pattern = torch.empty_like(odds).uniform_(generator=generator) < odds
     presence = _Ones.apply(chance) * pattern
     if window:
         place = torch.arange(q.shape[2], device=q.device)
@@ -185,14 +193,14 @@ def _on_matrix(q, k, v, a, z, sampler, window, gradient, real, generator):
     return out, presence.sum(), pattern
 
 
-def _info(count, kept, pairs, q, v, y):
+def _info(count, kept, real, q, v, y):
     "nnz and the flops of attention, of the products with the clusters, and of folding them together."
     listed = kept.dtype == torch.int64
     nnz, width = int(count), q.shape[3] + v.shape[3]
     batch, heads, n, clusters = y.shape
     flops = 2 * nnz * width + 2 * batch * heads * n * clusters * (2 * q.shape[3] + clusters)
     flops += 2 * heads * clusters**2 * q.shape[3]
-    return AttentionInfo(kept if listed else None, nnz, count / pairs, flops, {} if listed else {"matrix": kept})
+    return AttentionInfo(kept if listed else None, nnz, count / _pairs(heads, real), flops, {} if listed else {"matrix": kept})
 
 # %% ../../nbs/sbm/41_attention.ipynb #def634d1
 def _check_model(q, k, v, y, s, z, mask):
@@ -282,11 +290,13 @@ class SBMAttention(nn.Module):
         x, _ = checked_cloud(x, coords, mask, self.query.in_features)
         q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
                    for f in (self.query, self.key, self.value))
-        heads, info = sbm_attention(
+        found = sbm_attention(
             q, k, v, *self.block_model(q, k), sampler=self.sampler, exploration=self.exploration * self.training,
-            window=self.window, gradient=self.gradient, mask=mask, generator=generator, return_info=True)
-        info.flops += 2 * 4 * q.numel() * self.head_dim  # the network, two layers for queries and for keys
+            window=self.window, gradient=self.gradient, mask=mask, generator=generator, return_info=return_info)
+        heads, info = found if return_info else (found, None)
         out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
+        if return_info:
+            info.flops += 2 * 4 * q.numel() * self.head_dim  # the network, two layers for queries and for keys
         return (out, info) if return_info else out
 
 # %% ../../nbs/sbm/41_attention.ipynb #2f9b6f75

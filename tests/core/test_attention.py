@@ -5,14 +5,17 @@ import math
 import pytest
 import torch
 
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparseattn.core.attention import (
     attention_logits,
     check_mask,
     check_points,
+    check_values,
     dense_attention,
     edge_attention,
+    fused_attention,
     merge_attention,
 )
 
@@ -278,3 +281,71 @@ def test_a_query_without_edges_gets_zero_where_all_pairs_are_cheaper(dtype, grad
     if grad:
         out.square().sum().backward()
         assert q.grad[0, 0, 3].eq(0).all() and all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def derivatives(attend, *x):
+    "Gradients of a number made of the output, those that can be differentiated again, and second ones."
+    leaves = [part.clone().requires_grad_() for part in x]
+    plain = torch.autograd.grad(attend(*leaves).sin().sum(), leaves)
+    first = torch.autograd.grad(attend(*leaves).sin().sum(), leaves, create_graph=True)
+    return *plain, *first, *torch.autograd.grad(sum(part.sin().sum() for part in first), leaves)
+
+
+@pytest.mark.parametrize("allowed", [None, torch.tensor([[True, False, True, True, False, True, True]])])
+def test_fused_attention_has_derivatives_of_any_order(allowed):
+    q, k, v = draw_qkv()
+    ours = derivatives(lambda *x: fused_attention(*x, allowed, scale=0.3), q, k, v)
+    certain = derivatives(lambda *x: dense_attention(*x, pattern=allowed, scale=0.3), q, k, v)
+    torch.testing.assert_close(ours, certain, rtol=1e-11, atol=1e-12)
+    one = draw_qkv(n=7, e=3)[1]
+    ours, certain = (derivatives(lambda x, f=f: f(x, x, x), one) for f in (fused_attention, dense_attention))
+    torch.testing.assert_close(ours, certain, rtol=1e-11, atol=1e-12)
+
+
+def test_fused_attention_knows_what_needs_no_gradient_and_is_backpropagated_twice():
+    q, k, v = draw_qkv()
+    leaf = q.clone().requires_grad_()
+    out = fused_attention(leaf, k, v).square().sum()
+    once, twice = (torch.autograd.grad(out, leaf, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(once, twice, rtol=0, atol=0)
+
+
+def test_fused_attention_under_functional_transforms():
+    q, k, v = draw_qkv()
+    found = torch.func.grad(lambda q: fused_attention(q, k, v).square().sum())(q)
+    expected, = torch.autograd.grad(dense_attention(q.requires_grad_(), k, v).square().sum(), q)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    each = torch.func.vmap(fused_attention)(q.detach()[None], k[None], v[None])[0]
+    torch.testing.assert_close(each, fused_attention(q.detach(), k, v), rtol=1e-12, atol=1e-12)
+
+
+def test_values_are_looked_at_where_wanted():
+    bad = torch.full((1, 1, 2, 2), torch.nan)
+    with pytest.raises(ValueError, match="q holds NaN"):
+        dense_attention(bad, bad, bad)
+    with check_values(False):
+        assert dense_attention(bad, bad, bad).isnan().all()
+        with check_values(True), pytest.raises(ValueError, match="q holds NaN"):
+            dense_attention(bad, bad, bad)
+        assert dense_attention(bad, bad, bad).isnan().all()
+    with pytest.raises(ValueError, match="q holds NaN"):
+        dense_attention(bad, bad, bad)
+    check_values(False)
+    assert dense_attention(bad, bad, bad).isnan().all()
+    check_values(None)
+
+
+def test_indices_that_leave_memory_are_refused_in_any_case():
+    x = torch.zeros(1, 1, 3, 2)
+    with check_values(False), pytest.raises(ValueError, match="the key must lie in 0..2"):
+        edge_attention(x, x, x, torch.tensor([[0], [0], [3]]))
+
+
+def test_no_values_no_look():
+    x = torch.full((1, 1, 2, 2), torch.nan)
+    assert dense_attention(*x.to("meta").expand(3, *x.shape)).is_meta
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        assert dense_attention(fake, fake, fake).shape == x.shape
+    assert torch.func.grad(lambda q: dense_attention(q, q, q).sum())(x).isnan().any()
+    assert torch.compile(dense_attention, fullgraph=True, backend="eager")(x, x, x).isnan().all()

@@ -203,3 +203,51 @@ def test_attention_on_a_list_in_a_compiled_function():
     edges = (torch.rand(2, 40, 40, generator=torch.Generator().manual_seed(1)) < 0.05).nonzero().T
     compiled = torch.compile(lambda e: edge_attention(*q, e), backend="eager")
     torch.testing.assert_close(compiled(edges), edge_attention(*q, edges), rtol=0, atol=0)
+
+
+def second(function, *leaves):
+    "Gradients that can be differentiated again, and theirs."
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    first = torch.autograd.grad(function(*leaves).sin().sum(), leaves, create_graph=True)
+    return *first, *torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)
+
+
+@pytest.mark.parametrize("rule", PRESENCE_RULES)
+@pytest.mark.parametrize("density", [0.1, 0.5])
+def test_second_derivatives_on_the_list_are_those_on_all_pairs(rule, density, monkeypatch):
+    q, k, v, pattern = draw(9, 11, density)
+    edges = pattern.nonzero().T
+    found = []
+    for all_pairs in (0.0, 2.0):
+        monkeypatch.setattr(module, "_ALL_PAIRS", all_pairs)
+        def attend(q, k, v, p):
+            return edge_attention(q, k, v, edges, presence=p, rule=rule)
+        leaves = q, k, v, q.new_ones(edges.shape[1])
+        found.append(second(attend, *leaves))
+        torch.testing.assert_close(list(found[-1][:4]), list(results_by(attend, *leaves)), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
+
+
+def results_by(function, *leaves):
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    return torch.autograd.grad(function(*leaves).sin().sum(), leaves)
+
+
+def test_second_derivatives_without_presence_and_of_products():
+    q, k, v, pattern = draw(9, 11, 0.3)
+    edges = pattern.nonzero().T
+    pairs = pattern.view(2, 3, 9, 11)
+    ours = second(lambda *x: edge_attention(*x, edges), q, k, v)
+    certain = second(lambda *x: dense_attention(*x, pattern=pairs), q, k, v)
+    torch.testing.assert_close(ours, certain, rtol=1e-9, atol=1e-10)
+    ours = second(lambda a, b: edge_products(a, b, edges), q, k)
+    certain = second(lambda a, b: (a @ b.mT)[pairs], q, k)
+    torch.testing.assert_close(ours, certain, rtol=1e-9, atol=1e-10)
+
+
+def test_functional_transforms_take_the_composed_form():
+    q, k, v, pattern = draw(9, 11, 0.1)
+    edges = pattern.nonzero().T
+    found = torch.func.grad(lambda q: edge_attention(q, k, v, edges).sin().sum())(q)
+    expected, = results_by(lambda q: edge_attention(q, k, v, edges), q)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -1,8 +1,11 @@
 """Functions in C get what Python gave them, and are done without where no compiler is."""
 
+import ctypes
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,11 +29,11 @@ needs_compiler = pytest.mark.skipif(c_kernels(SOURCE, torch.zeros(1)) is None, r
 
 
 @pytest.fixture
-def rebuilt():
+def rebuilt(monkeypatch, tmp_path):
     "Nothing built before or by the test is kept."
-    native._kernels.cache_clear()
-    yield
-    native._kernels.cache_clear()
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_KNOWN", {})
+    return tmp_path / "cache" / "kernels"
 
 
 @needs_compiler
@@ -48,6 +51,76 @@ def test_arguments_arrive(dtype, tolerance, threads):
 def test_built_once_for_a_dtype(rebuilt):
     x = torch.zeros(1)
     assert c_kernels(SOURCE, x) is c_kernels(SOURCE, x) is not c_kernels(SOURCE, x.double())
+    assert len(list(rebuilt.iterdir())) == 2
+
+
+@needs_compiler
+def test_built_once_for_a_machine(rebuilt, monkeypatch):
+    x = torch.zeros(1)
+    c_kernels(SOURCE, x)
+    monkeypatch.setattr(native, "_KNOWN", {})
+    monkeypatch.setattr(native, "_compile", None)
+    assert c_kernels(SOURCE, x)("weighted", None, (0, 1), None, 0.0, 0) == 5
+
+
+@needs_compiler
+@pytest.mark.parametrize("damaged", [b"", b"no library"])
+def test_a_damaged_library_is_built_again(rebuilt, damaged):
+    assert c_kernels(SOURCE, torch.zeros(1))
+    (file,) = rebuilt.iterdir()
+    file.unlink()
+    file.write_bytes(damaged)
+    code = ("import sys, torch; from sparseattn.core.native import c_kernels; "
+            "c_kernels(sys.argv[1], torch.zeros(1))('weighted', None, (0, 1), None, 0.0, 0)")
+    subprocess.run([sys.executable, "-c", code, SOURCE], check=True)    # another process: this one has it loaded
+    assert file.stat().st_size > 1000
+
+
+@needs_compiler
+@pytest.mark.parametrize("why", ["a file is there", "another user's", "nothing can be written"])
+def test_a_cache_that_cannot_be_used(rebuilt, monkeypatch, why):
+    if why == "a file is there":
+        rebuilt.parent.write_text("")
+    elif why == "another user's":
+        monkeypatch.setattr(native.os, "geteuid", lambda: 2**20)
+    else:
+        real, calls = native._compile, []
+
+        def full(*arguments):
+            calls.append(arguments)
+            if len(calls) == 1:
+                raise OSError(28, "No space left on device")
+            return real(*arguments)
+        monkeypatch.setattr(native, "_compile", full)
+    test_arguments_arrive(torch.float64, 1e-14, 2)
+    assert native.native_info()["used"]
+
+
+@needs_compiler
+def test_no_folder_at_all(rebuilt, monkeypatch):
+    def none(*_, **__):
+        raise FileNotFoundError("No usable temporary directory found")
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", none)
+    with pytest.warns(UserWarning, match="No usable temporary directory"):
+        assert c_kernels(SOURCE, torch.zeros(1)) is None
+        info = native.native_info()
+    assert not info["used"] and "No usable temporary directory" in info["why"]
+
+
+@needs_compiler
+def test_threads_that_come_first_together(rebuilt, monkeypatch):
+    built, real = [], native._compile
+    monkeypatch.setattr(native, "_compile", lambda *a: (built.append(1), real(*a)))
+    x, start = torch.zeros(3), threading.Barrier(8)
+
+    def one(_):
+        start.wait()
+        out = torch.empty(3)
+        c_kernels(SOURCE, x)("weighted", x, (3, 1), out, 2.0, 1)
+        return out
+    with ThreadPoolExecutor(8) as pool:
+        assert all(out.tolist() == [3.0] * 3 for out in pool.map(one, range(8)))
+    assert len(built) == 1
 
 
 @pytest.fixture
@@ -86,8 +159,37 @@ def test_no_other_threads_than_torchs(rebuilt, one_thread, monkeypatch):
 @needs_compiler
 def test_tensors_must_lie_in_one_piece():
     x = torch.zeros(4, 4)
-    with pytest.raises(ValueError, match="contiguous tensors on the CPU"):
+    with pytest.raises(TypeError, match="contiguous tensors of torch.float32 on the CPU here, got torch.float32"):
         c_kernels(SOURCE, x)("weighted", x.T, (4, 1), x, 1.0, 0)
+
+
+@needs_compiler
+def test_calls_are_held_against_the_declaration():
+    x, kernels = torch.zeros(4), c_kernels(SOURCE, torch.zeros(4))
+    with pytest.raises(TypeError, match="weighted: a C kernel needs 5 arguments, got 4"):
+        kernels("weighted", x, (4, 1), x, 1.0)
+    with pytest.raises(TypeError, match="tensors of torch.float32 on the CPU here, got torch.float64"):
+        kernels("weighted", x.double(), (4, 1), x, 1.0, 0)
+    with pytest.raises(TypeError, match="tensors of torch.float32 on the CPU here, got tuple"):
+        kernels("weighted", (4, 1), (4, 1), x, 1.0, 0)
+    with pytest.raises(ctypes.ArgumentError, match="argument 5"):
+        kernels("weighted", x, (4, 1), x, 1.0, 0.5)
+    assert kernels("weighted", x, torch.tensor([4, 1]), x, 2, 1) == 3 and x.tolist() == [3.0] * 4
+
+
+def test_declarations():
+    source = "static int hidden(int64_t n) {}\nint shown(const REAL *x, const int64_t *s,\n  double *y, int64_t n) {}\n"
+    (name, arguments), = native._declared(source, "double").items()
+    pointer = ctypes.c_void_p
+    assert name == "shown" and arguments == [(pointer, torch.float64), (pointer, torch.int64), (pointer, torch.float64),
+                                             (ctypes.c_int64, None)]
+
+
+@needs_compiler
+def test_memory_that_cannot_be_had_raises():
+    kernels = c_kernels("int much(void) { return OUT_OF_MEMORY; }", torch.zeros(1))
+    with pytest.raises(MemoryError, match="much: not enough memory"):
+        kernels("much")
 
 
 def test_other_tensors_have_none():
@@ -115,6 +217,23 @@ def test_a_compiler_that_fails_is_named(rebuilt, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", f"{broken} -x c")
     with pytest.warns(UserWarning, match="broken failed: out of paper"):
         assert c_kernels(SOURCE, torch.zeros(1)) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert c_kernels(SOURCE, torch.zeros(1)) is None
+
+
+def test_a_compiler_that_cannot_be_read(rebuilt, monkeypatch):
+    monkeypatch.setenv("CC", "gcc 'x")
+    with pytest.warns(UserWarning, match="CC is \"gcc 'x\", which cannot be read: No closing quotation"):
+        assert c_kernels(SOURCE, torch.zeros(1)) is None
+
+
+def test_the_switch_works_at_any_time(monkeypatch):
+    c_kernels(SOURCE, torch.zeros(1))
+    monkeypatch.setenv("CC", "")
+    assert c_kernels(SOURCE, torch.zeros(1)) is None
+    info = native.native_info()
+    assert (info["used"], info["why"], info["threads"]) == (False, "CC is empty", "one")
 
 
 @needs_compiler
@@ -137,5 +256,5 @@ def test_every_source_builds_without_a_warning(tmp_path):
 
 
 def test_importing_builds_nothing():
-    code = "import sparseattn, sparseattn.core.native as n; assert n._kernels.cache_info().currsize == 0"
+    code = "import sparseattn, sparseattn.core.native as n; assert not n._KNOWN"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn.core import tiles
+from sparseattn.core.attention import dense_attention
 from sparseattn.core.native import c_kernels
 from sparseattn.core.tiles import TILES, few_keys_attention, as_contiguous
 
@@ -214,3 +215,20 @@ def test_bad_input(q, rows, message):
         few_keys_attention(torch.zeros(q), torch.zeros(rows))
     with pytest.raises(ValueError, match="one dtype"):
         few_keys_attention(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 8).double())
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_second_derivatives(kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setenv("CC", "")
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 3, 7, 4, generator=g, dtype=torch.float64)
+    rows = torch.randn(2, 3, 5, 9, generator=g, dtype=torch.float64)
+    found = []
+    for attend in (few_keys_attention, lambda q, rows: dense_attention(q, rows[..., :4], rows[..., 4:])):
+        leaves = [x.clone().requires_grad_() for x in (q, rows)]
+        first = torch.autograd.grad(attend(*leaves).sin().sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(torch.func.grad(lambda q: few_keys_attention(q, rows).sin().sum())(q), found[0][0],
+                               rtol=1e-10, atol=1e-11)

@@ -1,6 +1,7 @@
 """Orders and windows are what the formulas say; estimators of dense attention equal their references and converge."""
 
 import doctest
+import functools
 import itertools
 import math
 
@@ -445,3 +446,16 @@ def test_bad_input_is_refused():
 def test_cases_draw_the_same_shapes():
     assert {name: case().shape for name, case in sample_cycle_cases(8, 3).items()} == dict.fromkeys(
         ("argsort", "randperm", "sample_cycle"), (3, 8))
+
+
+def test_estimates_of_dense_attention_have_second_derivatives():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 1, 2, 7, 3, generator=g, dtype=torch.float64)
+    orders, found = sample_cycle(7, batch=(4,), generator=g), []
+    for impl in ("fast", "reference"):
+        for attend in (functools.partial(dense_limit_attention, orders=orders, impl=impl),
+                       functools.partial(shift_attention, order=orders[0], shifts=3, impl=impl)):
+            leaves = [part.clone().requires_grad_() for part in x]
+            first = torch.autograd.grad(attend(*leaves).sin().sum(), leaves, create_graph=True)
+            found.append([*first, *torch.autograd.grad(sum(part.sin().sum() for part in first), leaves)])
+    torch.testing.assert_close(found[:2], found[2:], rtol=1e-10, atol=1e-11)
