@@ -4,17 +4,14 @@ import dataclasses
 import json
 
 import pytest
+from rehearse import settings
 from sparseattn import studies
 from sparseattn.lab import study as S
-
-LENGTHS = {"steps": 2, "epoch": 1, "probe": 1, "warm-up": 1}
 
 
 def rehearsal(study, scale):
     """The study with the recipe of a scale, the data of smoke, and two steps."""
-    recipe, small = study.at(scale), study.at("smoke")
-    setting = small | {name: recipe[name] for name in S.RECIPE} | LENGTHS
-    return dataclasses.replace(study, settings={name: (value,) * 5 for name, value in setting.items()})
+    return dataclasses.replace(study, settings={name: (value,) * 5 for name, value in settings(study, scale).items()})
 
 
 @pytest.mark.parametrize("scale", S.SCALES)
