@@ -2104,6 +2104,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sparseattn.lab.study._rate': ('lab/study.html#_rate', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study._seal': ('lab/study.html#_seal', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study._trained': ('lab/study.html#_trained', 'sparseattn/lab/study.py'),
+                                      'sparseattn.lab.study._without_floor': ('lab/study.html#_without_floor', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study.current': ('lab/study.html#current', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study.digest': ('lab/study.html#digest', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study.pack': ('lab/study.html#pack', 'sparseattn/lab/study.py'),

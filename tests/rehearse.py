@@ -1,8 +1,9 @@
 """Execute a notebook at a large scale on a CPU, with the sizes of smoke scale and trainings of two steps.
 
-    python tests/rehearse.py pat/63_scenes gpu FOLDER [--empty]
+    python tests/rehearse.py pat/63_scenes gpu FOLDER [some | floors | none]
 
-What it writes goes to FOLDER. With --empty there are no records, as where the data of a study are missing.
+What it writes goes to FOLDER. The last word says what has a record: all rows; some, the floors and the first row beside
+them; floors, no training; none, as where the data of a study are missing.
 """
 
 import os
@@ -13,7 +14,7 @@ from sparseattn.lab import run, study
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = {"steps": 2, "epoch": 1, "probe": 1, "warm-up": 1, "seeds": 1}
-AT = study.Study.at
+AT, READ = study.Study.at, study.records
 
 
 def settings(one: study.Study, scale: str) -> dict:
@@ -22,29 +23,36 @@ def settings(one: study.Study, scale: str) -> dict:
     return AT(one, "smoke") | {name: recipe[name] for name in study.RECIPE} | LENGTHS
 
 
-def shorten(scale: str, folder: Path, empty: bool) -> None:
-    """Small settings under the name of a large scale; records that are made here and now, or none."""
+def wanted(one: study.Study, there: str) -> set[str]:
+    """Rows that get records."""
+    floors = {row for row, options in one.rows.items() if options.get("floor")}
+    first = next(row for row in one.rows if row not in floors)
+    return {"all": set(one.rows), "some": floors | {first}, "floors": floors, "none": set()}[there]
+
+
+def shorten(scale: str, folder: Path, there: str) -> None:
+    """Small settings under the name of a large scale, and records that are made here and now."""
     pick = run.pick
 
-    def records(one, name, *, root=None):
-        chosen = study.units(one, name, root=folder)
-        found = [] if empty else [study.train(unit) for unit in chosen]
-        lasting, tried = ([r for r in found if (r["kind"] == "probe") == probe] for probe in (False, True))
-        return study.Records(one, name, lasting, tried, [unit.name for unit in chosen] if empty else [])
+    def records(one, name):
+        for unit in study.units(one, name, root=folder):
+            if unit.row in wanted(one, there):
+                study.train(unit)
+        return READ(one, name, root=folder)
 
     study.Study.at, study.records = lambda one, _: settings(one, scale), records
     run.pick = lambda _, **given: pick("smoke", **given)
     run._Setup.folder = property(lambda self: folder / "figures" / self.stem)
 
 
-def main(key: str, scale: str, folder: str, *empty: str) -> None:
+def main(key: str, scale: str, folder: str, there: str = "all") -> None:
     """Command line."""
     os.environ["SPARSEATTN_DEVICE"] = "cpu"
     sys.path.append(str(ROOT / "workflow"))
     import plain
 
     place = Path(folder).resolve()
-    shorten(scale, place, bool(empty))
+    shorten(scale, place, there)
     plain.execute(ROOT / f"nbs/{key}.ipynb", place / "executed.ipynb", {"scale": scale}, ROOT)
 
 

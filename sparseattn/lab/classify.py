@@ -268,4 +268,5 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
         lines.append({"row": row, "paper": (paper or {}).get(row, np.nan), "ours": ours.value, "low": ours.low,
                       "high": ours.high, "over": ours.over, "seeds": len(found.of(row)), "clears": clears}
                      | {name: first.get(name) for name in ("steps", "parameters")})
-    return pd.DataFrame(lines)
+    columns = ["row", "paper", "ours", "low", "high", "over", "seeds", "clears", "steps", "parameters"]
+    return pd.DataFrame(lines, columns=columns)

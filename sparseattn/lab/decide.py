@@ -377,7 +377,7 @@ class Experiment:
 
     Args:
         rows: {name: outcomes} of one row, or of two whose difference is asked for, first minus second.
-        floors: {name: outcomes}; what needs no attention. Required where a training decides.
+        floors: {name: outcomes}; what needs no attention. Required where a training decides; a row of them is a floor itself.
         statistic, clusters, level: as of `paired`.
         decided_by: training, clock, statistics or exact.
 
@@ -403,7 +403,8 @@ class Experiment:
     def __post_init__(self):
         if len(self.rows) not in (1, 2):
             raise ValueError(f"rows: expected one or two, got {list(self.rows)}")
-        if self.decided_by == "training" and not set(self.floors) - set(self.rows):
+        trained, floors = set(self.rows) - set(self.floors), set(self.floors) - set(self.rows)
+        if self.decided_by == "training" and trained and not floors:
             raise ValueError("floors: a training is judged beside what needs no attention; none was given")
 
     @cached_property

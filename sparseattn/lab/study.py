@@ -497,6 +497,7 @@ class Records:
         study, scale: of what.
         found: the records of floors and networks, in order of value. tried: those of probes.
         missing: names of the units that have none.
+        waiting: names of the trainings that are left out because no floor stands beside them.
     """
 
     study: Study
@@ -504,6 +505,7 @@ class Records:
     found: list[dict]
     tried: list[dict]
     missing: list[str]
+    waiting: list[str] = dataclasses.field(default_factory=list)
 
     def rows(self) -> list[str]:
         """Rows with at least one record, floors first where the study names them first."""
@@ -546,6 +548,9 @@ def _changed(record: dict) -> list[str]:
     return changed
 
 
+_SUMMARY = ["row", "kind", "trainings", "steps", "rate", "parameters", "CPU minutes", "device", "made", "modules changed since"]
+
+
 def summary(records: Records):
     """One line a row, as a table: trainings, steps, rate, parameters, minutes, machine, date, code changed since.
 
@@ -563,7 +568,7 @@ def summary(records: Records):
         line["made"] = max(r["finished"] for r in made)[:10]
         line["modules changed since"] = len(set().union(*(_changed(r) for r in made)))
         lines.append(line)
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, columns=_SUMMARY)
 
 # %% ../../nbs/lab/80_study.ipynb #63371ded
 def records(study: Study, scale: str, *, root: Path | None = None) -> Records:
@@ -589,25 +594,37 @@ def records(study: Study, scale: str, *, root: Path | None = None) -> Records:
     if len(data) > 1:
         kinds = "; ".join(", ".join(names) for names in data.values())
         raise ValueError(f"{study.name}: records of different data cannot stand in one table: {kinds}; retrain one side")
-    lasting = [r for r in found.values() if r["kind"] != "probe"]
-    return Records(study, scale, lasting, [r for r in found.values() if r["kind"] == "probe"], missing)
+    waiting = _without_floor(study, found)
+    lasting = [r for name, r in found.items() if r["kind"] != "probe" and name not in waiting]
+    return Records(study, scale, lasting, [r for r in found.values() if r["kind"] == "probe"], missing, waiting)
+
+
+def _without_floor(study, found):
+    """Names of trainings beside which no floor of their task has a record, where their task has floors."""
+    def tasks(rows):
+        return {study.rows[row].get("task") for row in rows if study.rows[row].get("floor")}
+
+    lonely = tasks(study.rows) - tasks(r["row"] for r in found.values())
+    return [name for name, r in found.items() if r["kind"] == "network" and study.rows[r["row"]].get("task") in lonely]
 
 
 def told(records: Records) -> str:
-    """One sentence on what is there and what is not.
+    """One sentence on what is there, what is not, and the command that trains it.
 
     Example:
         >>> told(records(Study("example", "", {}, {}), "cpu"))
-        'example at cpu: no records yet'
+        'example at cpu: no records yet; python -m sparseattn.studies example --scale cpu'
     """
     name = f"{records.study.name} at {records.scale}"
+    command = f"python -m sparseattn.studies {records.study.name} --scale {records.scale}"
+    waiting = f"; left out until a floor has a record: {', '.join(records.waiting)}" if records.waiting else ""
     if not records.found:
-        return f"{name}: no records yet"
+        return f"{name}: no records yet{waiting}; {command}"
     dates = sorted({r["finished"][:10] for r in records.found})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     more = f" and {len(records.missing) - 9} more" if len(records.missing) > 9 else ""
-    lacking = f"; without a record: {', '.join(records.missing[:9])}{more}" if records.missing else ""
-    return f"{name}: {len(records.found)} records of {span}{lacking}"
+    lacking = f"; without a record: {', '.join(records.missing[:9])}{more} ({command})" if records.missing else ""
+    return f"{name}: {len(records.found)} records of {span}{waiting}{lacking}"
 
 
 def settings_table(study: Study):

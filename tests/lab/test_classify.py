@@ -101,6 +101,16 @@ def test_records_floors_and_the_table(tmp_path):
     assert set(made.floors) == {"constant", "random", "linear"} and made.interval.items == 30
 
 
+def test_a_table_without_records_has_its_columns_and_one_rule_is_a_floor(tmp_path):
+    found = records(study(), "cpu", root=tmp_path)
+    assert classify.accuracies(found).columns.tolist() == [
+        "row", "paper", "ours", "low", "high", "over", "seeds", "clears", "steps", "parameters"
+    ]  # fmt: skip
+    train(units(study(), "cpu", rows=["constant"], root=tmp_path)[0])
+    table = classify.accuracies(records(study(), "cpu", root=tmp_path))
+    assert table[["row", "clears"]].to_numpy().tolist() == [["constant", "a floor"]]
+
+
 def test_a_row_below_its_floor_says_so(tmp_path):
     idle = dataclasses.replace(study(), loss=lambda model, batch, g: 0 * sum(p.sum() for p in model.parameters()))
     table = classify.accuracies(records(idle, "smoke", root=tmp_path)).set_index("row")

@@ -183,11 +183,25 @@ def test_the_number_of_a_part_is_the_mean_or_the_study_s_own(tmp_path):
 
 def test_reading_at_larger_scales_trains_nothing(tmp_path):
     found = S.records(TOY, "cpu", root=tmp_path)
-    assert not found.found and len(found.missing) == 9 and S.told(found) == "toy at cpu: no records yet"
+    assert not found.found and len(found.missing) == 9 and S.summary(found).columns[0] == "row"
+    assert S.told(found) == "toy at cpu: no records yet; python -m sparseattn.studies toy --scale cpu"
     S.train(unit(tmp_path, "majority-0", "cpu"))
     found = S.records(TOY, "cpu", root=tmp_path)
     assert found.rows() == found.floors() == ["majority"] and "1 records of" in S.told(found)
-    assert "linear-0" in S.told(found) and found.parts() == ["test"]
+    assert "linear-0" in S.told(found) and "studies toy --scale cpu" in S.told(found) and found.parts() == ["test"]
+
+
+def test_trainings_wait_for_a_floor_of_their_task(tmp_path):
+    rows = {"majority": dict(floor=True, task="a"), "linear": dict(hidden=0, task="a"), "other": dict(task="b")}
+    study = dataclasses.replace(TOY, rows=rows, network=lambda *_: torch.nn.Linear(1, 2))
+    names = {u.name: u for u in S.units(study, "cpu", seeds=[0], root=tmp_path)}
+    for name in [name for name in names if name.startswith(("linear", "other"))]:
+        S.train(names[name])
+    found = S.records(study, "cpu", root=tmp_path)
+    assert found.rows() == ["other"] and found.waiting == ["linear-0"] and "until a floor has a record: linear-0" in S.told(found)
+    S.train(names["majority-0"])
+    found = S.records(study, "cpu", root=tmp_path)
+    assert found.rows() == ["majority", "linear", "other"] and not found.waiting
 
 
 def test_smoke_makes_all_records_now(tmp_path):
