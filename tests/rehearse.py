@@ -34,13 +34,21 @@ def shorten(scale: str, folder: Path, there: str) -> None:
     """Small settings under the name of a large scale, and records that are made here and now."""
     pick = run.pick
 
+    def at(one, name):
+        """As `settings`; the data of the scale where there are no records and no files of it."""
+        if name == "smoke":
+            return AT(one, name)
+        real = AT(one, scale)
+        absent = ("data",) if there == "none" and one.missing(real) else ()
+        return settings(one, scale) | {name: real[name] for name in absent if name in real}
+
     def records(one, name):
         for unit in study.units(one, name, root=folder):
             if unit.row in wanted(one, there):
                 study.train(unit)
         return READ(one, name, root=folder)
 
-    study.Study.at, study.records = lambda one, _: settings(one, scale), records
+    study.Study.at, study.records = at, records
     run.pick = lambda _, **given: pick("smoke", **given)
     run._Setup.folder = property(lambda self: folder / "figures" / self.stem)
 
