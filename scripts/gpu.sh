@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU, in parts of at most nine minutes, the most valuable first; Jupyter is not needed.
+# The first three quarters of an hour on a GPU, in parts of at most nine minutes, the most valuable first; Jupyter is not needed.
 #
-#   bash scripts/gpu.sh PART [SCALE]        PART: 1 to 3; SCALE: gpu, or smoke to try it
+#   bash scripts/gpu.sh PART [SCALE]        PART: 1 to 5; SCALE: gpu, or smoke to try it
 #
 #   1  cost tables of HEPT and SBM-Transformer
 #   2  cost tables of Sampled Transformer, PAT and SAMSA
 #   3  trainings for eight minutes: the first rows of all studies; again, and it goes on
+#   4  pages that have cost tables beside trainings, and show what part 3 trained: HEPT, SBM-Transformer, PAT
+#   5  the same of SAMSA
 #
 # What it makes lies in build/SCALE (publish it with workflow/publish.py) and figures/*/runs/SCALE. Where OUT names a folder
-# it is packed there as well.
+# it is packed there as well. Pages of parts 4 and 5 replace those of smaller scales: publish one when its study has records.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 scale=${2:-gpu} python=.venv/bin/python status=0
@@ -25,7 +27,9 @@ case ${1:-} in
     1) tables hept/32_attention sbm/40_fastrg sbm/41_attention ;;
     2) tables sampled/51_attention pat/60_layers samsa/71_attention ;;
     3) timeout 540 $python -m sparseattn.studies all --scale "$scale" --budget 8 || status=$? ;;
-    *) sed -n 2,12p "$0"; exit 2 ;;
+    4) tables hept/34_tracking sbm/45_lra pat/62_shapes ;;
+    5) tables samsa/73_lra samsa/74_peptides samsa/75_shapes ;;
+    *) sed -n 2,13p "$0"; exit 2 ;;
 esac
 if [[ -n ${OUT:-} ]]; then
     tar -czf "$OUT/part$1.tgz" --ignore-failed-read "build/$scale/figures" "build/$scale/executed" figures/*/runs/"$scale" 2>/dev/null

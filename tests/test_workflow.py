@@ -368,5 +368,5 @@ def test_the_first_half_hour_on_a_gpu_measures_on_it():
     """Every notebook of scripts/gpu.sh takes its costs on the run's device; a paper each, at least."""
     parts = re.findall(r"\) tables (.+?) ;;", (ROOT / "scripts/gpu.sh").read_text())
     notebooks, named = graph.find_notebooks(ROOT), " ".join(parts).split()
-    assert len(parts) == 2 and all(notebooks[key].uses_device for key in named)
+    assert len(parts) == 4 and all(notebooks[key].uses_device for key in named)
     assert {key.split("/")[0] for key in named} == {"hept", "sbm", "sampled", "pat", "samsa"}

@@ -30,7 +30,7 @@ def use_style() -> None:
 
 
 def panels(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float = 3.2, **options):
-    """A figure with `rows * columns` axes, each `width` by `height` inches; where there are none, with one that is hidden.
+    """A figure with `rows * columns` axes, each `width` by `height` inches.
 
     Returns:
         (figure, one-dimensional array of axes).
@@ -40,12 +40,8 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float
     """
     import matplotlib.pyplot as plt
     import numpy as np
-    some = rows * columns > 0
-    rows, columns = (rows, columns) if some else (1, 1)
     figure, axes = plt.subplots(rows, columns, figsize=(columns * width, rows * height), **options)
-    axes = np.atleast_1d(axes).ravel()
-    axes[0].set_visible(some)
-    return figure, axes
+    return figure, np.atleast_1d(axes).ravel()
 
 # %% ../../nbs/lab/24_report.ipynb #23dd976d
 _COLOURS = {
