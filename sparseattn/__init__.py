@@ -9,12 +9,14 @@ The layers drop into a model and need torch, numpy and scipy only:
     torch.Size([1, 1000, 32])
 """
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 try:
     import jaxtyping  # noqa: F401
 except ImportError:  # shapes in annotations are for readers: a machine that has torch only goes without
-    _shapes = ModuleType("jaxtyping")
+    _shapes = ModuleType("jaxtyping", "Names of shapes only, by sparseattn: jaxtyping is not installed.")
+    _shapes.__spec__ = ModuleSpec("jaxtyping", None)  # others that look for it find that it lies nowhere
     for _name in ("Bool", "Float", "Int", "Num", "Shaped"):
         setattr(_shapes, _name, type(_name, (), {"__class_getitem__": classmethod(lambda cls, of: of[0])}))
     sys.modules["jaxtyping"] = _shapes

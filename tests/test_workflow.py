@@ -157,10 +157,13 @@ def test_a_budget_a_signal_and_training_anew(collection):
 
     first = stopped_at("--budget", "0.05")
     assert 0 < first < 10
+    hold = collection.root / "hold"
+    hold.touch()
     process = subprocess.Popen(collection.command(*command), stdout=subprocess.PIPE, text=True, env=OWN_PACKAGE)
     until(lambda: int(step.read_text() or 0) > first)
     process.terminate()
     said, _ = process.communicate(timeout=30)
+    hold.unlink()
     assert process.returncode == 130 and "interrupted; the same command goes on from here" in said
     assert not subprocess.run(["pgrep", "-f", f"{collection.root}/workflow"], capture_output=True).stdout
     assert collection.run(*command).returncode == 0

@@ -110,13 +110,16 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
 
     Raises:
         ClaimMismatch: the computed verdict is not the expected one, or a repair failed its own check.
-        ValueError: unknown verdict or scale, or as `Claim`.
+        ValueError: unknown verdict or scale, or as `Claim`; decided by a training, which takes an interval and floors,
+            see `decide`.
 
     Example:
         >>> claim("X-1", notebook="20_run", where="Eq 1", statement="2 + 2 = 5", kind="identity",
         ...       expect="false as stated", stated=2 + 2 == 5, repair=("2 + 2 = 4", 2 + 2 == 4)).verdict
         'false as stated'
     """
+    if marks.get("decided") == "training":
+        raise ValueError(f"{id}: a training is decided by an interval beside floors, see `decide`")
     row = dict(id=id, paper=paper, where=where, statement=statement, kind=kind, notebook=notebook)
     if _too_small(scale, needs):
         return _too_early(scale, needs, evidence, **row, **marks)
@@ -195,7 +198,8 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
 
 # %% ../../nbs/lab/25_claims.ipynb #3fd86b02
 def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, paper: float | None, tolerance: float,
-           experiment, sign: int = 0, evidence: str = "", kind: str = "number", source: str = "HEPT", **marks) -> Claim:
+           experiment, sign: int = 0, evidence: str = "", needs: str = "smoke", kind: str = "number", source: str = "HEPT",
+           **marks) -> Claim:
     """A number of the paper, or its sign, beside what an experiment found.
 
     Args:
@@ -203,6 +207,7 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
         tolerance: named before the run, see `lab.decide.verdict`.
         experiment: a `lab.decide.Experiment`; its `decided_by` goes into the row.
         sign: the direction, 1 or -1, where `paper` is None.
+        needs: smallest scale with the paper's own data and recipe, where its value itself is asked for; below it as in `claim`.
         marks: origin, phrase, uses of the row.
 
     Returns:
@@ -219,10 +224,12 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
         ...        experiment=made).verdict
         'reproduced'
     """
-    _check_choice("scale", scale, SCALES)
+    row = dict(id=id, paper=source, where=where, statement=statement, kind=kind, notebook=notebook,
+               decided=experiment.decided_by)
     verdict, why = experiment.verdict(paper, tolerance=tolerance, sign=sign)
-    return Claim(id, source, where, statement, kind, verdict, _joined(f"{why} (scale {scale})", evidence), notebook,
-                 decided=experiment.decided_by, **marks)
+    if _too_small(scale, needs):
+        return _too_early(scale, needs, _joined(why, evidence), **row, **marks)
+    return Claim(verdict=verdict, evidence=_joined(f"{why} (scale {scale})", evidence), **row, **marks)
 
 # %% ../../nbs/lab/25_claims.ipynb #94f1ab58
 def not_attempted(id: str, *, notebook: str, where: str, statement: str, kind: str, reason: str,

@@ -42,7 +42,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=_numbers, metavar="0,1", help="only these seeds")
     parser.add_argument("--budget", type=_minutes, default=math.inf, metavar="MINUTES", help="stop after this time")
     parser.add_argument("--device", help="default: SPARSEATTN_DEVICE, else cuda at gpu and paper, cpu below")
-    parser.add_argument("--jobs", type=_positive, metavar="N", help="units side by side; default: the cores, 3 on a GPU")
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="units at once; default: the cores, 3 on a GPU")
     parser.add_argument("--retrain", action="store_true", help="forget records and checkpoints, start anew")
     parser.add_argument("--dry-run", action="store_true", help="say what would be trained, train nothing")
     parser.add_argument("--units", metavar="FILE", help="write the plan as JSON, train nothing")
@@ -85,7 +85,7 @@ def _record(unit: Unit) -> dict | None:
     except ValueError as error:
         raise ValueError(f"{unit.study.name}: {error}") from None
 
-
+# %% ../../nbs/lab/83_command.ipynb #f63486bd
 def state(unit: Unit) -> str:
     """One of: the date of its record; "to train"; the reason why not.
 
@@ -97,7 +97,7 @@ def state(unit: Unit) -> str:
         return record["finished"][:10]
     return unit.study.missing(unit.setting()) or "to train"
 
-
+# %% ../../nbs/lab/83_command.ipynb #52610d84
 def plan(chosen: list[Unit], scale: str) -> list[dict]:
     """The units as JSON: study, unit, record, the date it was made, needs, minutes, gpu, `why not` where data are
     missing, and variables of the environment that its process starts with.
@@ -161,7 +161,7 @@ class _Queue:
         self.end = time.monotonic() + 60 * args.budget
 
     def start(self) -> None:
-        """Start units while places are free and time is left; one whose probes are to be trained anew waits for them."""
+        """Start units while places are free and time is left; a unit waits for probes that are trained anew."""
         while len(self.running) < self.args.jobs and not self.late():
             ahead = {*self.waiting, *self.running}
             unit = next((u for u in self.waiting if all(p not in ahead and _record(p) for p in u.probes())), None)
@@ -248,7 +248,7 @@ def _ended(unit: Unit, queue: _Queue) -> str:
     means = {k: f"{v:.4f}" for k, v in (record.get("means") or {"validation": record.get("best score")}).items()}
     return ", ".join(f"{part} {value}" for part, value in means.items())
 
-
+# %% ../../nbs/lab/83_command.ipynb #c2773fec
 def _account(queue: _Queue) -> int:
     """Say what is left; the exit status."""
     left = [u.name for u in queue.waiting if current(u) is None]

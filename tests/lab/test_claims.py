@@ -140,9 +140,16 @@ def test_decide_asks_the_experiment():
     assert claims.decide("X-4", **facts, paper=None, sign=-1).evidence == "None, 0.5, -1 (scale cpu)"
     with pytest.raises(ValueError, match="scale is 'huge'"):
         claims.decide("X-4", **dict(facts, scale="huge"), paper=3.0)
-    for wrong in ("expect", "needs", "ours", "stated"):  # no word at the claim decides
+    for wrong in ("expect", "ours", "stated"):  # no word at the claim decides
         with pytest.raises(TypeError, match=wrong):
             claims.decide("X-4", **facts, paper=3.0, **{wrong: "cpu"})
+    row = claims.decide("X-4", **facts, paper=3.0, evidence="600 steps", needs="paper")
+    assert row.verdict == "undecided" and row.evidence.endswith("600 steps; run at scale cpu, decided from paper on")
+
+
+def test_a_training_is_decided_by_an_interval():
+    with pytest.raises(ValueError, match="X-1: a training is decided by an interval beside floors, see `decide`"):
+        claims.claim("X-1", **FACTS, expect=None, stated=True, decided="training")
 
 
 def test_decide_with_an_experiment():
@@ -201,7 +208,7 @@ def test_origin_phrase_decided_and_uses(make):
 
 @pytest.mark.parametrize("make", [MAKERS["claim"], MAKERS["reproduce"]], ids=["claim", "reproduce"])
 def test_decided_by(make):
-    for decided in DECIDED:
+    for decided in set(DECIDED) - {"training"}:
         assert make(decided=decided).decided == decided
     with pytest.raises(ValueError, match="decided is 'fit'; it must be one of proof, exact, statistics"):
         make(decided="fit")
