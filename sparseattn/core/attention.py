@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
 
 # %% ../../nbs/core/00_attention.ipynb #d1a596cf
 class check_values:
@@ -392,28 +393,45 @@ def _composed_attention(q, k, v, allowed, scale):
         return (logits + allowed).softmax(-1) @ v
     return masked_softmax(logits, allowed) @ v
 
+# %% ../../nbs/core/00_attention.ipynb #64ca0609
+class _Beginning(torch.autograd.Function):
+    "Views of tensors at which a graph begins; unlike leaves it keeps none of them, so that checkpointing frees them."
 
+    @staticmethod
+    def forward(ctx, anchor, wanted, *inputs):
+        own = [x.view_as(x) for x in inputs]
+        ctx.mark_non_differentiable(*(x for x, want in zip(own, wanted, strict=True) if not want))
+        return tuple(own)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, *[None] * len(grads)
+
+# %% ../../nbs/core/00_attention.ipynb #64ca0611
 class _FusedAttention(torch.autograd.Function):
     "torch's kernel, whose graph is kept; a second derivative takes the composed form."
 
     @staticmethod
     def forward(ctx, q, k, v, allowed, scale):
         ctx.save_for_backward(q, k, v, allowed)
-        ctx.scale, ctx.leaves = scale, [x.detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
+        ctx.scale, wanted = scale, ctx.needs_input_grad[:3]
         with torch.enable_grad():
-            ctx.out = nn.functional.scaled_dot_product_attention(*ctx.leaves, allowed, scale=scale)
-        return ctx.out.detach()
+            own = _Beginning.apply(torch.empty(0, requires_grad=True), wanted, q.detach(), k.detach(), v.detach())
+            out = nn.functional.scaled_dot_product_attention(*own, allowed, scale=scale)
+        ctx.begin = [get_gradient_edge(x) if want else None for x, want in zip(own, wanted, strict=True)]
+        ctx.end = get_gradient_edge(out)
+        return out.detach()
 
     @staticmethod
     def backward(ctx, grad):
         *inputs, allowed = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *composed_gradients(lambda *x: _composed_attention(*x, allowed, ctx.scale), inputs, grad), None, None
-        wanted = [x for x in ctx.leaves if x.requires_grad]
-        found = iter(torch.autograd.grad(ctx.out, wanted, grad, retain_graph=True))
-        return *(next(found) if x.requires_grad else None for x in ctx.leaves), None, None
+        begin = [edge for edge in ctx.begin if edge is not None]
+        found = iter(torch.autograd.grad([ctx.end], begin, [grad], retain_graph=True))
+        return *(None if edge is None else next(found) for edge in ctx.begin), None, None
 
-
+# %% ../../nbs/core/00_attention.ipynb #64ca0613
 def fused_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"],
                     allowed: Tensor | None = None, *, scale: float | None = None) -> Float[Tensor, "b h n e"]:
     """Softmax attention by torch's own kernel, with derivatives of any order and under `torch.func`; nothing is checked.

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.spatial import cKDTree
 from torch import Tensor
 
-from .attention import check_choice, check_count, check_mask, check_points, hide_masked, uncompiled
+from .attention import check_choice, check_count, check_mask, check_points, has_values, hide_masked, uncompiled
 
 # %% ../../nbs/core/04_points.ipynb #a4c1943f
 def squared_distance(a: Float[Tensor, "*shape c"], b: Float[Tensor, "*shape c"]) -> Float[Tensor, "*shape"]:
@@ -310,7 +310,7 @@ def _first(points, real, start):
 def _farthest_fast(points, real, first, m):
     far = torch.full(real.shape, torch.inf, dtype=points.dtype, device=points.device).masked_fill_(~real, -1)
     picks = first[:, None].repeat(1, m)
-    if points.is_cuda:
+    if points.is_cuda or not has_values(points):
         _in_turn(torch, points.mT.contiguous(), far, picks, torch.arange(len(points), device=points.device))
     else:
         with np.errstate(over="ignore", invalid="ignore"):

@@ -146,10 +146,19 @@ typedef struct {
 
 static inline REAL *cut(REAL **from, int64_t n) { return (*from += n) - n; }
 
-static inline room made(int64_t m, int64_t d, int64_t e) {
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+#else
+static inline int omp_get_thread_num(void) { return 0; }
+#endif
+
+static inline int64_t room_size(int64_t m, int64_t d, int64_t e) {
+    return 3 * padded(m) * (padded(d) + padded(e)) + TILE * (2 * padded(d) + padded(e) + 2 * padded(m));
+}
+
+static inline room made(REAL *next, int64_t m, int64_t d, int64_t e) {
     room x = {.m = m, .d = d, .e = e, .m_all = padded(m), .d_all = padded(d), .e_all = padded(e)};
     int64_t k = x.m_all * x.d_all, v = x.m_all * x.e_all;
-    REAL *next = malloc((3 * (k + v) + TILE * (2 * x.d_all + x.e_all + 2 * x.m_all)) * sizeof(REAL));
     x.keys = cut(&next, k), x.keys_t = cut(&next, k), x.to_keys = cut(&next, k);
     x.values = cut(&next, v), x.values_t = cut(&next, v), x.to_values = cut(&next, v);
     x.q = cut(&next, TILE * x.d_all), x.to_q = cut(&next, TILE * x.d_all), x.out = cut(&next, TILE * x.e_all);
@@ -217,10 +226,13 @@ static inline int forward(const room *x, const REAL *q, int64_t q_step, REAL *ou
 
 int attend(const REAL *q, const REAL *rows, REAL *out, double scale, const int64_t *s) {
     int64_t d = s[WIDTH], e = s[VALUES], q_step = apart(d, s[BY_POINT], s), out_step = apart(e, s[BY_POINT], s);
+    int64_t size = room_size(s[KEYS], d, e);
     int nonfinite = 0;
+    REAL *rooms = malloc(s[THREADS] * size * sizeof(REAL));
+    if (!rooms) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS]) reduction(| : nonfinite)
     {
-        room x = made(s[KEYS], d, e);
+        room x = made(rooms + omp_get_thread_num() * size, s[KEYS], d, e);
         #pragma omp for
         for (int64_t piece = 0; piece < s[PAIRS] * s[PIECES]; piece++) {
             int64_t pair = piece / s[PIECES], part = piece % s[PIECES], end = s[QUERIES] * (part + 1) / s[PIECES];
@@ -231,8 +243,8 @@ int attend(const REAL *q, const REAL *rows, REAL *out, double scale, const int64
                 nonfinite |= forward(&x, from + i * q_step, q_step, out + first(pair, e, s[BY_POINT], s) + i * out_step,
                                    out_step, least(end - i, TILE), scale);
         }
-        free(x.keys);
     }
+    free(rooms);
     return nonfinite;
 }
 """
@@ -259,9 +271,12 @@ _BACKWARD = r"""
 int attend_backward(const REAL *grad, const REAL *q, const REAL *rows, REAL *to_q, REAL *to_rows, double scale,
                     const int64_t *s) {
     int64_t d = s[WIDTH], e = s[VALUES], q_step = apart(d, s[BY_POINT], s), grad_step = apart(e, s[GRAD_BY_POINT], s);
+    int64_t size = room_size(s[KEYS], d, e);
+    REAL *rooms = malloc(s[THREADS] * size * sizeof(REAL));
+    if (!rooms) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS])
     {
-        room x = made(s[KEYS], d, e);
+        room x = made(rooms + omp_get_thread_num() * size, s[KEYS], d, e);
         #pragma omp for
         for (int64_t piece = 0; piece < s[PAIRS] * s[PIECES]; piece++) {
             int64_t pair = piece / s[PIECES], part = piece % s[PIECES], end = s[QUERIES] * (part + 1) / s[PIECES];
@@ -281,8 +296,8 @@ int attend_backward(const REAL *grad, const REAL *q, const REAL *rows, REAL *to_
                 place(x.to_values + j * x.e_all, x.e_all, 1, e, 1, to + j * (d + e) + d, 1, e);
             }
         }
-        free(x.keys);
     }
+    free(rooms);
     return 0;
 }
 """

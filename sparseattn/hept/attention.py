@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..core.attention import (
-    AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_qkv_form, checked_cloud, hide_masked,
-    masked_softmax, uncompiled)
+    AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_qkv_form, checked_cloud,
+    composed_gradients, hide_masked, masked_softmax, transformed, uncompiled)
 from ..core.kernels import append_coordinates, softmax_as_gaussian
 from ..core.native import c_kernels
 from ..core.tiles import TILES
@@ -108,10 +107,9 @@ def _flat(slots, n):
 def _places(slots, rows):
     "Slot of every row in every table, (rows, tables), counted through all tables; past the last one if it has none."
     count = slots.numel()
-    places = torch.full((len(slots), rows), count, dtype=torch.long, device=slots.device)
-    places.scatter_(1, slots, torch.arange(count, device=slots.device).view_as(slots))
-    places[:, -1] = count
-    return places.T.contiguous()
+    number = torch.arange(count, device=slots.device).view_as(slots)
+    number = torch.where(slots == rows - 1, count, number)
+    return torch.full((len(slots), rows), count, device=slots.device).scatter(1, slots, number).T.contiguous()
 
 # %% ../../nbs/hept/32_attention.ipynb #49896c20
 class _Merge:
@@ -229,7 +227,7 @@ class _Slots:
 def _block_numbers(slots, block_size, rows):
     "Block of every row in one table."
     numbers = torch.arange(len(slots) // block_size, dtype=torch.int32, device=slots.device)
-    return numbers.new_empty(rows).index_copy_(0, slots, numbers.repeat_interleave(block_size))
+    return numbers.new_empty(rows).index_copy(0, slots, numbers.repeat_interleave(block_size))
 
 # %% ../../nbs/hept/32_attention.ipynb #e4619896
 class _Tile(_Slots):
@@ -433,6 +431,60 @@ def _differentiate_heads(memory, q, k, v, order_q, order_k, real, out, denominat
     for target, found in zip(into, _gradients(tile, pair), strict=True):
         target.copy_(found.unflatten(0, tile.heads)[..., : target.shape[-1]])
 
+# %% ../../nbs/hept/32_attention.ipynb #32comp02
+def _blocks(x, slots, block_size):
+    "Rows (rows, points, width) in their slots, (tables, blocks of all rows, block, width); zeros in empty ones."
+    rows = nn.functional.pad(x.flatten(0, 1), (0, 0, 0, 1)).index_select(0, slots.flatten())
+    return rows.view(len(slots), -1, block_size, x.shape[-1])
+
+
+def _exponents(q, k):
+    "-|q-k|^2/2 of the pairs of each block, in float64."
+    centre = k.detach().double().mean(-2, keepdim=True)
+    q, k = q - centre, k - centre
+    half_q, half_k = (0.5 * x.square().sum(-1) for x in (q, k))
+    return q @ k.mT - half_q[..., :, None] - half_k[..., None, :]
+
+# %% ../../nbs/hept/32_attention.ipynb #32comp04
+def _apart(slots_q, slots_k, block_size, points, union):
+    "Pairs of a block that do not count, (tables, blocks of all rows, block, block)."
+    apart = (slots_k == points).view(len(slots_k), -1, 1, block_size)
+    if not union:
+        return apart
+    parts, seen = [], []
+    for of_q, of_k, hidden in zip(slots_q, slots_k, apart, strict=True):
+        for block_q, block_k in seen:
+            hidden = hidden | (block_q[of_q].view(-1, block_size, 1) == block_k[of_k].view(-1, 1, block_size))
+        parts.append(hidden.expand(-1, block_size, -1))
+        seen.append([_block_numbers(slots, block_size, points + 1) for slots in (of_q, of_k)])
+    return torch.stack(parts)
+
+# %% ../../nbs/hept/32_attention.ipynb #32comp06
+def _composed(q, k, v, order_q, order_k, union, block_size, floor):
+    "Orders are (tables, rows, points), n for an empty slot; union, block_size and floor as of `_BlockAttention`."
+    rows, n, width = v.shape
+    slots_q, slots_k = (_flat(_slots(order, block_size, None), n) for order in (order_q, order_k))
+    places = _places(slots_q, rows * n + 1)[:-1]
+    of_q, of_k, of_v = (_blocks(x, s, block_size) for x, s in ((q, slots_q), (k, slots_k), (v, slots_k)))
+    apart = _apart(slots_q, slots_k, block_size, rows * n, union)
+    exponents = _exponents(of_q, of_k).masked_fill(apart, -math.inf)
+    if not floor:
+        largest = nn.functional.pad(exponents.detach().amax(-1).flatten(), (0, 1), value=-math.inf)[places].amax(1)
+        shift = nn.functional.pad(largest.masked_fill(largest == -math.inf, 0), (0, 1))
+        exponents = exponents - shift[slots_q].view(*exponents.shape[:3], 1)
+    weights = exponents.exp().to(v.dtype)
+    sums = torch.cat([weights @ of_v, weights.sum(-1, keepdim=True)], -1).flatten(0, 2)
+    total = nn.functional.pad(sums, (0, 0, 0, 1)).index_select(0, places.flatten()).view(rows * n, -1, width + 1).sum(1)
+    whole = total[:, -1:] + floor
+    return (total[:, :-1] / torch.where(whole > 0, whole, 1)).view_as(v)
+
+# %% ../../nbs/hept/32_attention.ipynb #32comp08
+def _composed_of(order_q, order_k, real, options, floor):
+    "`_composed` as a function of q, k and v, from the orders and the mask of `_BlockAttention`."
+    orders = [order.transpose(0, 1) for order in (order_q, order_k)]
+    order_q, order_k = orders if real is None else (_real_first(order, real) for order in orders)
+    return partial(_composed, order_q=order_q, order_k=order_k, floor=floor, **options)
+
 # %% ../../nbs/hept/32_attention.ipynb #78ceff44
 class _BlockAttention(torch.autograd.Function):
     """Sum or union of block attention over tables; rows (batch and heads) in dimension 0,
@@ -445,16 +497,20 @@ class _BlockAttention(torch.autograd.Function):
             _by_heads(partial(_attend_heads, **options, floor=floor, check=check),
                       (q, k, v, order_q, order_k, real, out, denominator, shift), q.device)
         ctx.save_for_backward(q, k, v, order_q, order_k, real, out, denominator, shift)
-        ctx.options = options
+        ctx.options, ctx.floor = options, floor
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        gradients = [torch.empty_like(x) for x in ctx.saved_tensors[:3]]
+        q, k, v, order_q, order_k, real, *rest = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            again = _composed_of(order_q, order_k, real, ctx.options, ctx.floor)
+            return *composed_gradients(again, (q, k, v), grad), *[None] * 6
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
         with torch.autocast(grad.device.type, enabled=False):
-            _by_heads(partial(_differentiate_heads, **ctx.options), (*ctx.saved_tensors, grad, *gradients), grad.device)
-        return *gradients, None, None, None, None, None, None
+            _by_heads(partial(_differentiate_heads, **ctx.options),
+                      (q, k, v, order_q, order_k, real, *rest, grad, *gradients), grad.device)
+        return *gradients, *[None] * 6
 
 # %% ../../nbs/hept/32_attention.ipynb #b180a88e
 _GAPS = r"""
@@ -577,15 +633,21 @@ _HEADS = r"""
 typedef struct {
     int64_t n, d, e, d_all, e_all, blocks;                  // points, widths, the same padded
     REAL *q, *k, *v, *grad, *sum_q, *sum_k, *sum_v, *own;   // rows, what is added up for them
-    REAL *block_q, *block_k;                                // union: number of the block in every table
+    REAL *block_q, *block_k, *rooms;                        // union: number of the block in every table; of the threads
     int64_t *place_q, *place_k;                             // of a point
 } heads;
+
+static inline int64_t of_thread(const int64_t *s) {
+    return room_size(s[BLOCK], s[WIDTH], s[VALUES]) + (4 + s[TABLES]) * padded(s[BLOCK]);
+}
 
 static inline heads some_heads(const int64_t *s) {
     heads h = {.n = s[POINTS], .d = s[WIDTH], .e = s[VALUES], .d_all = padded(s[WIDTH]), .e_all = padded(s[VALUES])};
     int64_t all = s[TOGETHER] * h.n;
     int64_t numbers = all * (4 * h.d_all + 4 * h.e_all + 1 + (s[UNION] ? 2 * s[TABLES] : 0));
-    REAL *next = malloc(numbers * sizeof(REAL) + 2 * all * sizeof(int64_t));
+    REAL *next = h.rooms = malloc((numbers + s[THREADS] * of_thread(s)) * sizeof(REAL) + 2 * all * sizeof(int64_t));
+    if (!next) return h;
+    next += s[THREADS] * of_thread(s);
     h.blocks = (h.n + s[BLOCK] - 1) / s[BLOCK];
     h.place_q = (int64_t *)next, h.place_k = h.place_q + all, next = (REAL *)(h.place_k + all);
     h.q = cut(&next, all * h.d_all), h.k = cut(&next, all * h.d_all), h.v = cut(&next, all * h.e_all);
@@ -594,7 +656,19 @@ static inline heads some_heads(const int64_t *s) {
     h.block_k = next;
     return h;
 }
+"""
 
+# %% ../../nbs/hept/32_attention.ipynb #32work02
+_WORK = r"""
+typedef struct { room x; int64_t *slots; REAL *met; } work;
+
+static inline work my_work(const heads *h, const int64_t *s) {
+    REAL *next = h->rooms + omp_get_thread_num() * of_thread(s);
+    work w = {.x = made(next, s[BLOCK], h->d, h->e)};
+    next += room_size(s[BLOCK], h->d, h->e);
+    w.slots = (int64_t *)cut(&next, 4 * padded(s[BLOCK])), w.met = next;
+    return w;
+}
 """
 
 # %% ../../nbs/hept/32_attention.ipynb #c8d38508
@@ -734,12 +808,12 @@ _FORWARD = r"""
 int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q, const int64_t *order_k,
             const int64_t *count, REAL *out, REAL *whole, REAL *near, double floor, const int64_t *s) {
     heads h = some_heads(s);
+    if (!h.rooms) return OUT_OF_MEMORY;
     int finite = 1;
     #pragma omp parallel num_threads(s[THREADS]) reduction(& : finite)
     {
-        room x = made(s[BLOCK], h.d, h.e);
-        int64_t *slots = malloc(2 * s[BLOCK] * sizeof(int64_t)), n = h.n;
-        REAL *met = malloc(s[TABLES] * x.m_all * sizeof(REAL));
+        work w = my_work(&h, s);
+        int64_t n = h.n;
         for (int64_t from = 0; from < s[ROWS]; from += s[TOGETHER]) {
             int64_t items = least(s[TOGETHER], s[ROWS] - from) * h.blocks, at = from * n;
             #pragma omp for
@@ -750,7 +824,7 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
             for (int64_t table = 0; table < s[TABLES]; table++) {
                 #pragma omp for
                 for (int64_t i = 0; i < items; i++)
-                    attend_block(&h, &x, block_of(i, table, from, &h, order_q, order_k, count, s), table, slots, met,
+                    attend_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots, w.met,
                                  near + at, whole + at, s);
             }
             #pragma omp for
@@ -758,9 +832,8 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
                 divide_block(&h, block_of(i, 0, from, &h, order_q, order_k, count, s), out + at * h.e, near + at,
                              whole + at, floor);
         }
-        free(x.keys), free(slots), free(met);
     }
-    free(h.place_q);
+    free(h.rooms);
     return !finite;
 }
 """
@@ -820,11 +893,11 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
              const int64_t *order_k, const int64_t *count, const REAL *out, const REAL *whole, const REAL *near,
              REAL *to_q, REAL *to_k, REAL *to_v, const int64_t *s) {
     heads h = some_heads(s);
+    if (!h.rooms) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS])
     {
-        room x = made(s[BLOCK], h.d, h.e);
-        int64_t *slots = malloc(2 * s[BLOCK] * sizeof(int64_t)), n = h.n;
-        REAL *met = malloc(s[TABLES] * x.m_all * sizeof(REAL));
+        work w = my_work(&h, s);
+        int64_t n = h.n;
         for (int64_t from = 0; from < s[ROWS]; from += s[TOGETHER]) {
             int64_t items = least(s[TOGETHER], s[ROWS] - from) * h.blocks, at = from * n;
             #pragma omp for
@@ -837,8 +910,8 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
             for (int64_t table = 0; table < s[TABLES]; table++) {
                 #pragma omp for
                 for (int64_t i = 0; i < items; i++)
-                    differentiate_block(&h, &x, block_of(i, table, from, &h, order_q, order_k, count, s), table, slots,
-                                        met, near + at, s);
+                    differentiate_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots,
+                                        w.met, near + at, s);
             }
             #pragma omp for
             for (int64_t i = 0; i < items; i++) {
@@ -849,9 +922,8 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
                 unsort(h.sum_v + b.at * h.e_all, h.e_all, b.order_k, b.m, to_v + first * h.e, h.e);
             }
         }
-        free(x.keys), free(slots), free(met);
     }
-    free(h.place_q);
+    free(h.rooms);
     return 0;
 }
 """
@@ -860,20 +932,22 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
 _PERMUTATIONS = r"""
 int permutations(const int64_t *order, const int64_t *s) {
     int64_t n = s[POINTS], bad = 0;
+    char *rooms = malloc(s[THREADS] * n);
+    if (!rooms) return OUT_OF_MEMORY;
     #pragma omp parallel for num_threads(s[THREADS]) reduction(| : bad)
     for (int64_t r = 0; r < s[TABLES] * s[ROWS]; r++) {
-        char *seen = calloc(n, 1);
+        char *seen = memset(rooms + omp_get_thread_num() * n, 0, n);
         for (int64_t i = r * n; i < (r + 1) * n && !bad; i++)
             if (order[i] < 0 || order[i] >= n || seen[order[i]]++) bad = 1;
-        free(seen);
     }
+    free(rooms);
     return bad;
 }
 """
 
 # %% ../../nbs/hept/32_attention.ipynb #701af3b1
-_SOURCE = TILES + _GAPS + _PULLS + _SORTED + _HEADS + _BLOCKS + _MEETINGS + _WEIGHTS
-_SOURCE += _BLOCK_FORWARD + _FORWARD + _SORT_GRADIENTS + _BLOCK_BACKWARD + _BACKWARD + _PERMUTATIONS
+_SOURCE = TILES + _GAPS + _PULLS + _SORTED + _HEADS + _WORK + _BLOCKS + _MEETINGS
+_SOURCE += _WEIGHTS + _BLOCK_FORWARD + _FORWARD + _SORT_GRADIENTS + _BLOCK_BACKWARD + _BACKWARD + _PERMUTATIONS
 
 
 def _loops(x):
@@ -895,7 +969,7 @@ class _LoopAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, order_q, order_k, real, options, floor, check):
         order_q, order_k = order_q.transpose(0, 1), order_k.transpose(0, 1)
-        q, k, v, order_q, order_k = (x.contiguous() for x in (q, k, v, order_q, order_k))
+        order_q, order_k = order_q.contiguous(), order_k.contiguous()
         kernels, sizes = c_kernels(_SOURCE, q), _sizes(order_q, q, v, options)
         if check and any(kernels("permutations", x, sizes) for x in (order_q, order_k)):
             _check_entries(q, k, v, order_q, order_k)
@@ -907,15 +981,18 @@ class _LoopAttention(torch.autograd.Function):
         if nonfinite and check:
             _check_entries(q, k, v, order_q, order_k)
         ctx.save_for_backward(q, k, v, order_q, order_k, count, out, whole, near)
-        ctx.kernels, ctx.sizes, ctx.blank = kernels, sizes, blank
+        ctx.kernels, ctx.sizes, ctx.blank, ctx.again = kernels, sizes, blank, dict(options, floor=floor)
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        gradients = [ctx.blank(x) for x in ctx.saved_tensors[:3]]
-        ctx.kernels("backward", grad.contiguous(), *ctx.saved_tensors, *gradients, ctx.sizes)
-        return *gradients, None, None, None, None, None, None
+        q, k, v, order_q, order_k, *rest = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            again = partial(_composed, order_q=order_q, order_k=order_k, **ctx.again)
+            return *composed_gradients(again, (q, k, v), grad), *[None] * 6
+        gradients = [ctx.blank(x) for x in (q, k, v)]
+        ctx.kernels("backward", grad.contiguous(), q, k, v, order_q, order_k, *rest, *gradients, ctx.sizes)
+        return *gradients, *[None] * 6
 
 # %% ../../nbs/hept/32_attention.ipynb #777a9b14
 def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -971,9 +1048,13 @@ def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=F
         q, k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (q, k, v))
         real = mask.repeat_interleave(heads, 0)
     orders = [order.flatten(1, 2).transpose(0, 1) for order in (order_q, order_k)]
-    form = form or (_BlockAttention if _loops(q) is None else _LoopAttention)
-    options = {"union": combine == "union", "block_size": min(block_size, n)}
-    out = form.apply(*(x.flatten(0, 1) for x in (q, k, v)), *orders, real, options, len(order_q) * floor, check)
+    options, floor = {"union": combine == "union", "block_size": min(block_size, n)}, len(order_q) * floor
+    rows = [x.flatten(0, 1).contiguous() for x in (q, k, v)]
+    if transformed(*rows, *orders):
+        out = _composed_of(*orders, real, options, floor)(*rows)
+    else:
+        form = form or (_BlockAttention if _loops(q) is None else _LoopAttention)
+        out = form.apply(*rows, *orders, real, options, floor, check)
     return out.view(batch, heads, n, -1)
 
 # %% ../../nbs/hept/32_attention.ipynb #426899e6
@@ -1107,7 +1188,6 @@ class _Draws(nn.Module):
         _check_number("regions", 1 if regions is None else regions, 1)
         check_choice("codes", codes, ("coordinates", "features", "none"))
         self.block_size, self.regions, self.codes, self.as_released = block_size, regions, codes, as_released
-        self.given_labels = None  # aux codes from outside, for the released padding
         functions = 2 if codes == "features" else min(coord_dims, 2)
         count = 1 + (functions if codes == "features" else 0)
         self.register_buffer("directions", torch.randn(count, tables, heads, width, generator=generator))
@@ -1145,12 +1225,13 @@ class PointHash(_Draws):
     """
 
     def forward(self, q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c"] | None,
-                mask: Bool[Tensor, "b n"] | None = None) -> list[Int[Tensor, "t b h n"]]:
-        """Orders of queries and of keys in every table."""
+                mask: Bool[Tensor, "b n"] | None = None,
+                labels: Int[Tensor, "t b h n"] | None = None) -> list[Int[Tensor, "t b h n"]]:
+        """Orders of queries and of keys in every table; `labels`: aux codes in place of those of the coordinates."""
         q, k, directions = q.float(), k.float(), self.directions.float()
         base = [raw_codes(x, directions[0]) for x in (q, k)]
-        if self.given_labels is not None:
-            labels = [self.given_labels, self.given_labels]
+        if labels is not None:
+            labels = [labels, labels]
         elif self.codes == "none":
             labels = [None, None]
         else:
@@ -1242,14 +1323,21 @@ class _Parts(nn.Module):
     def _split(self, x):
         return x.view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
 
-    def _sorted(self, x, coords, mask):
+    def _projected(self, project, x):
+        "Queries or keys (b, h, n, d), in float32 at least; the weights' dtype is that of the random directions."
+        cast = torch.is_autocast_enabled(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            part = self._split(project(x.to(self.hash.directions.dtype) if cast else x))
+        return part.to(torch.promote_types(part.dtype, torch.float32))
+
+    def _sorted(self, x, coords, mask, labels=None):
         "Queries and keys of the Gaussian kernel, values, (b, h, n, d) each; orders of queries and of keys."
-        q, v = self._split(self.query(x)), self._split(self.value(x))
-        k = q if self.key is None else self._split(self.key(x))
+        q, v = self._projected(self.query, x), self._split(self.value(x))
+        k = q if self.key is None else self._projected(self.key, x)
         if self.kernel == "hept":
             q, k = (append_coordinates(part, coords, self.decay()) for part in (q, k))
-        with torch.no_grad():
-            orders = self.hash(q, k, coords, mask)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            orders = self.hash(q, k, coords, mask, labels)
         if self.kernel == "softmax":
             q, k = softmax_as_gaussian(q * self.head_dim**-0.25, k * self.head_dim**-0.25)
         return q, k, v, *orders
@@ -1297,21 +1385,26 @@ class HEPTAttention(_Parts):
         self.block_size, self.combine, self.floor, self.as_released = block_size, combine, floor, as_released
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
-                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
+                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
+                labels: Int[Tensor, "t b h n"] | None = None):
+        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0.
+
+        `labels`, aux codes of every table and head, replace those that `codes` names.
+        """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims)
-        if self.as_released and (mask is not None or x.shape[1] % self.block_size):
-            raise ValueError(f"as_released knows no mask and needs a multiple of {self.block_size} points, "
-                             f"got {x.shape[1]}")
+        if self.as_released and mask is not None:
+            raise ValueError("mask: as_released knows none; as_released=False does")
+        if self.as_released and x.shape[1] % self.block_size:
+            raise ValueError(f"as_released needs a multiple of {self.block_size} points, got {x.shape[1]}")
         if self.coord_dims and not self.as_released:
             coords = _centred(coords, mask)
-        q, k, v, order_q, order_k = self._sorted(x, coords, mask)
-        dtype = q.dtype
-        q, k, v = ((t.float() if t.dtype in (torch.float16, torch.bfloat16) else t) for t in (q, k, v))
-        if self.as_released:
-            heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20)
-        else:
-            heads = uncompiled(_attend)(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor)
+        q, k, v, order_q, order_k = self._sorted(x, coords, mask, labels)
+        dtype, v = v.dtype, v.to(q.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            if self.as_released:
+                heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20)
+            else:
+                heads = uncompiled(_attend)(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor)
         out = hide_masked(self.out(heads.to(dtype).transpose(1, 2).flatten(2)), mask)
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
 

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..core.attention import has_values
+
 # %% ../../nbs/hept/31_hashing.ipynb #e0bda8a4
 def raw_codes(x: Float[Tensor, "b h n d"], directions: Float[Tensor, "t h d"]) -> Float[Tensor, "t b h n"]:
     """Projections of every point onto the random directions of each table.
@@ -56,7 +58,7 @@ def bucket_labels(values: Float[Tensor, "... n"], buckets: Float[Tensor, "..."],
         tensor([1, 0, 0, 1])
     """
     buckets = torch.as_tensor(buckets, dtype=torch.float32, device=values.device)
-    if not (torch.isfinite(buckets) & (buckets >= 1)).all():
+    if has_values(buckets) and not (torch.isfinite(buckets) & (buckets >= 1)).all():
         raise ValueError(f"buckets must be finite and at least 1, got {buckets.flatten()[:4].tolist()}")
     if mask is None:
         count = torch.full_like(buckets, values.shape[-1])
@@ -136,7 +138,7 @@ def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | N
         label = torch.where(mask[None, :, None], label, label.amax() + 1)
     key = (label << 32) | _float_bits(base)
     bits = max(1, (base.shape[-1] - 1).bit_length())
-    if base.device.type == "cpu" and int(label.max()).bit_length() + 32 + bits <= 63:
+    if base.is_cpu and has_values(base) and int(label.max()).bit_length() + 32 + bits <= 63:
         packed = (key << bits) | torch.arange(base.shape[-1])
         return torch.from_numpy(np.sort(packed.numpy(), axis=-1)) & ((1 << bits) - 1)
     return key.argsort(dim=-1, stable=True)

@@ -69,17 +69,18 @@ class HEPTModel(nn.Module):
     def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, dim: int = 24, depth: int = 4,
                  heads: int = 8, attention: str = "hept", dropout: float = 0.1, **options):
         super().__init__()
-        self.features = features
+        self.features, self.coord_dims = features, coord_dims
         self.encode = nn.Sequential(nn.Linear(features, dim), nn.ReLU(), nn.Linear(dim, dim))
         self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout, head_dim=dim,
                                coord_dims=coord_dims, **options)
         self.head = EmbeddingHead(dim * (depth + 1), outputs, dropout=dropout)
 
     def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"],
-                mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n o"]:
-        """Embeddings; masked points return 0."""
+                mask: Bool[Tensor, "b n"] | None = None, **draw) -> Float[Tensor, "b n o"]:
+        """Embeddings; masked points return 0. `draw`: passed to every attention, see `Encoder`."""
         x, coords = checked_cloud(x, coords, mask, self.features)
-        return hide_masked(self.head(torch.cat(self.encoder(self.encode(x), coords, mask, all_layers=True), -1)), mask)
+        layers = self.encoder(self.encode(x), coords, mask, all_layers=True, **draw)
+        return hide_masked(self.head(torch.cat(layers, -1)), mask)
 
 # %% ../../nbs/hept/33_models.ipynb #66d5d1f3
 SIMILARITIES = ("released", "printed", "squared")
@@ -289,45 +290,55 @@ def focal_loss(logits: Float[Tensor, "n"], labels: Float[Tensor, "n"], *, alpha:
 
 # %% ../../nbs/hept/33_models.ipynb #0d612151
 class ReleasedHEPT(HEPTModel):
-    """The tracking model with the released weights; see `load_released`."""
+    """The tracking model with the released weights; see `load_released`.
+
+    Raises:
+        ValueError: a cloud of fewer points than a block.
+    """
 
     as_released = False
 
     def forward(self, x, coords, mask=None):
         if not self.as_released or mask is not None:
             return super().forward(x, coords, mask)
+        x, coords = checked_cloud(x, coords, mask, self.features, self.coord_dims)
         return torch.cat([self._padded(x[i : i + 1], coords[i : i + 1]) for i in range(len(x))])
 
     def _padded(self, x, coords):
         "One cloud, padded with points of its next-to-last block in the order of the aux code of table 0, head 0."
         n, attention = x.shape[1], self.encoder.layers[0].attention
+        if n < attention.block_size:
+            raise ValueError(f"x: a cloud needs at least {attention.block_size} points as released, got {n}; "
+                             "as_released=False takes any number")
         labels = attention.hash.aux_labels(coords)
         first = n - attention.block_size
         extra = labels[0, 0, 0].argsort()[first : first + -n % attention.block_size]
         take = torch.cat([torch.arange(n, device=x.device), extra])
-        for layer in self.encoder.layers:
-            layer.attention.hash.given_labels = labels[..., take]
-        return super().forward(x[:, take], coords[:, take])[:, :n]
+        return super().forward(x[:, take], coords[:, take], labels=labels[..., take])[:, :n]
 
 # %% ../../nbs/hept/33_models.ipynb #33load02
 def load_released(path: str | Path, *, as_released: bool = True, **options) -> ReleasedHEPT:
     """The authors' trained tracking model, in evaluation mode.
 
     Args:
-        path: `tracking60k.npz`, the released arrays under their released names.
+        path: the authors' `tracking-60k-model.pt`, published as `example/ckpt/tracking-60k-model.pt` in the repository
+            Graph-COM/HEPT (sha256 d72e734bdc7f234dd9906cc9d8ec82824181e8894026a608225e2ea0fa0a8d22); or an `.npz` of its
+            arrays under their names.
         as_released: repeat the released arithmetic and padding, which the weights were trained with; False computes
             the equations of the paper exactly, with masks and without padding.
         options: passed to the attention, e.g. `combine="union"`.
 
     Returns:
-        A module `(x (b, n, 15), coords (b, n, 6), mask=None) -> (b, n, 12)`.
+        A module `(x (b, n, 15), coords (b, n, 6), mask=None) -> (b, n, 12)`. The features of a hit: r / m, phi / pi,
+        z / m, eta, 1000 u, 1000 v with (u, v) = (x, y) / r^2 in 1 / mm, charge a cell, then of its cluster leta, lphi,
+        lx, ly, lz, geta, gphi, and layer / 10. Coordinates: eta, phi, and the first four features.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no whole archive of plain arrays, or arrays missing or of the wrong shape.
+        ValueError: no whole file of tensors or plain arrays, or some missing or of the wrong shape.
 
     Example:
-        >>> model = load_released("tracking60k.npz")  # doctest: +SKIP
+        >>> model = load_released("tracking-60k-model.pt")  # doctest: +SKIP
     """
     path = Path(path)
     arrays = _arrays(path)
@@ -345,11 +356,14 @@ def _arrays(path):
     if not path.is_file():
         raise FileNotFoundError(f"path: no file {path.name!r} there")
     try:
+        if path.suffix in (".pt", ".pth"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            return {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}
         with np.load(path, allow_pickle=False) as file:
             return {name: torch.from_numpy(file[name]) for name in file.files}
     except Exception:  # each kind of damage has its own, and numpy advises to unpickle
         raise ValueError(f"path: {path.name} is damaged or something else than expected, "
-                         "an .npz archive of plain numbers") from None
+                         "the authors' .pt or an .npz archive of plain numbers") from None
 
 # %% ../../nbs/hept/33_models.ipynb #33stat02
 def _released_state(arrays, depth):

@@ -10,15 +10,16 @@ __all__ = ['group_attention', 'channel_shuffle', 'group_norm', 'SetGroupNorm', '
 
 # %% ../../nbs/pat/60_layers.ipynb #fd120aed
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_mask, check_points,
-                                       checked_cloud, hide_masked, masked_softmax, uncompiled)
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_mask,
+                                       check_points, checked_cloud, composed_gradients, fused_attention,
+                                       hide_masked, masked_softmax, transformed, uncompiled)
 from ..core.points import gather_points, knn
 from ..core.relaxation import check_noise, check_tau, gumbel
 from ..core.transformer import DenseAttention, register_attention
@@ -40,7 +41,7 @@ def _group_fast(x, weight, activation, scale, mask):
     own = torch.bmm(x.reshape(b * n, groups, width).transpose(0, 1), weight)
     own = own.view(groups, b, n, width).transpose(0, 1)
     allowed = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
-    return F.scaled_dot_product_attention(own, own, activation(own), allowed, scale=scale)
+    return fused_attention(own, own, activation(own), allowed, scale=scale)
 
 # %% ../../nbs/pat/60_layers.ipynb #ecb4f3ce
 def _group_attention(x, weight, activation, scale, shuffle, mask, impl):
@@ -519,20 +520,26 @@ def _take(x, index):
     return x.flatten(0, 1).index_select(0, _numbered(x, index)).view(*index.shape, -1)
 
 # %% ../../nbs/pat/60_layers.ipynb #ad990acc
+def _as_matrix(soft, x, index):
+    "Rows of x by the one-hot matrix of the index, through which the gradient of `soft` goes straight."
+    hard = torch.zeros_like(soft).scatter(-1, index[..., None], 1)
+    return (hard + soft - soft.detach()).to(x.dtype) @ x
+
+
 class _ChosenRows(torch.autograd.Function):
     "Rows of x by index; backward as of soft @ x, where soft (b, m, n) had the value of the index's one-hot matrix."
 
     @staticmethod
     def forward(ctx, soft, x, index):
-        ctx.save_for_backward(x, index)
-        ctx.dtype = soft.dtype
+        ctx.save_for_backward(soft, x, index)
         return _take(x, index)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        x, index = ctx.saved_tensors
-        to_soft = (grad @ x.mT).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        soft, x, index = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *composed_gradients(partial(_as_matrix, index=index), (soft, x), grad), None
+        to_soft = (grad @ x.mT).to(soft.dtype) if ctx.needs_input_grad[0] else None
         rows = grad.new_zeros(len(x) * x.shape[1], x.shape[2])
         rows.index_add_(0, _numbered(x, index), grad.flatten(0, 1))
         return to_soft, rows.view_as(x), None
@@ -620,7 +627,8 @@ def gumbel_subset_sampling(x: Float[Tensor, "b n c"], weight: Float[Tensor, "m c
         y = _take(x, index)
     else:
         soft = _soft_picks(z, tau, None if replace else index)
-        y = _ChosenRows.apply(soft, x, index) if hard else soft.to(x.dtype) @ x
+        choose = _as_matrix if transformed(soft, x) else _ChosenRows.apply
+        y = choose(soft, x, index) if hard else soft.to(x.dtype) @ x
     return (y, index) if return_index else y
 
 # %% ../../nbs/pat/60_layers.ipynb #8cd16b90

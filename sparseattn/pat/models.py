@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import AttentionInfo, check_choice, check_count, checked_cloud, hide_masked, uncompiled
+from ..core.attention import (AttentionInfo, check_choice, check_count, checked_cloud, fused_attention,
+                                       hide_masked, uncompiled)
 from ..core.points import farthest_point_sampling, gather_points
 from .layers import (GroupShuffleAttention, GumbelSubsetSampling, PointMLP, PositionEmbedding,
                                    SetGroupNorm, channel_shuffle)
@@ -50,8 +51,8 @@ class HeadShuffleAttention(nn.Module):
         """Output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points change nothing and return 0."""
         x, _ = checked_cloud(x, coords, mask, self.dim)
         own = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        allowed = None if mask is None else mask[:, None, None]
-        out = F.scaled_dot_product_attention(own, own, F.elu(own), allowed).transpose(1, 2).flatten(2)
+        allowed = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
+        out = fused_attention(own, own, F.elu(own), allowed).transpose(1, 2).flatten(2)
         out = self.norm(x + (channel_shuffle(out, self.heads) if self.shuffle else out), mask)
         pairs = len(x) * x.shape[1] ** 2 if mask is None else int(mask.sum(1).square().sum())
         return (out, AttentionInfo(None, self.heads * pairs, 1.0, 4 * pairs * self.dim)) if return_info else out

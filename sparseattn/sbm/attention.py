@@ -168,23 +168,11 @@ def _on_list(q, k, v, a, z, edges, window, gradient, real, impl):
     return edge_attention(q, k, v, edges, presence=presence, rule=gradient, impl=impl), presence.sum(), edges
 
 
-class _Ones(torch.autograd.Function):
-    "Ones in the shape of the probabilities, to which their gradient goes."
-
-    @staticmethod
-    def forward(ctx, chance):
-        return torch.ones_like(chance)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 def _on_matrix(q, k, v, a, z, sampler, window, gradient, real, generator):
     chance = a @ z.mT
     odds = chance.detach() if sampler == "bernoulli" else -torch.expm1(-chance.detach())
     pattern = torch.empty_like(odds).uniform_(generator=generator) < odds
-    presence = _Ones.apply(chance) * pattern
+    presence = (chance - chance.detach() + 1) * pattern     # ones, whose gradient goes to the probabilities
     if window:
         place = torch.arange(q.shape[2], device=q.device)
         always = ((place[:, None] - place).abs() <= window // 2) & (real[:, :, None] & real[:, None])[:, None]

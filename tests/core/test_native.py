@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparseattn.core import native
+import sparseattn
+import sparseattn.hept.attention as hept
+import sparseattn.samsa.sampling as sampling
+from sparseattn.core import native, tiles
 from sparseattn.core.native import c_kernels
 
 SOURCE = r"""
@@ -105,6 +108,42 @@ def test_no_folder_at_all(rebuilt, monkeypatch):
         assert c_kernels(SOURCE, torch.zeros(1)) is None
         info = native.native_info()
     assert not info["used"] and "No usable temporary directory" in info["why"]
+
+
+@needs_compiler
+def test_a_layer_does_without_where_nothing_can_be_written(rebuilt, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    layer, x = sparseattn.HEPTAttention(8, 2, coord_dims=2), torch.randn(1, 40, 8)
+    coords = torch.rand(1, 40, 2)
+    monkeypatch.setattr(native, "_compile", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        found = layer(x, coords)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, layer(x, coords))
+
+
+NO_MEMORY = """#include <stdlib.h>
+static int calls;
+#define malloc(size) (calls++ < {} ? malloc(size) : (void *)0)
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("given", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["tiles", "hept", "samsa"])
+def test_memory_that_cannot_be_had(rebuilt, monkeypatch, name, given):
+    "The first so many requests of a process are granted."
+    module, requests = {"tiles": (tiles, 2), "hept": (hept, 4), "samsa": (sampling, 2)}[name]
+    x, rows, order = torch.randn(1, 2, 30, 4), torch.randn(1, 2, 5, 8), torch.rand(1, 1, 2, 30).argsort(-1)
+    if c_kernels(tiles.TILES, x) is None or c_kernels(tiles.TILES, x)("vector_bytes") < 64 or given >= requests:
+        pytest.skip("the kernels are not used on this processor, or ask for less")
+    run = {"tiles": lambda x: tiles.few_keys_attention(x, rows),
+           "hept": lambda x: hept.hept_attention(x, x, x, order, order, block_size=10),
+           "samsa": lambda x: sampling.sample_without_replacement(x[0], x[0, :, :, 0], 4, noise=rows[0, 0, 0, 0])}[name]
+    monkeypatch.setattr(module, "_SOURCE", NO_MEMORY.format(given) + module._SOURCE)
+    with pytest.raises(MemoryError, match="not enough memory for a C kernel"):
+        run(x.requires_grad_()).sum().backward()
 
 
 @needs_compiler
@@ -248,7 +287,7 @@ def test_every_source_builds_without_a_warning(tmp_path):
     for source in (few, blocks, cycle, chosen, mixed):
         for real in native._REAL.values():
             file = tmp_path / "kernels.c"
-            file.write_text(source)
+            file.write_text(native._PRELUDE + source)
             command = ["cc", "-Wall", "-Wextra", "-Werror", "-O2", "-fopenmp-simd", "-Wno-unknown-pragmas", "-shared",
                        "-fPIC", f"-DREAL={real}", "-o", str(tmp_path / "kernels.so"), str(file), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True)

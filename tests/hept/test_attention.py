@@ -247,6 +247,30 @@ def test_gradcheck(masked, wide):
     assert torch.autograd.gradcheck(function, qkv)
 
 
+@pytest.mark.parametrize("combine", ["sum", "union"])
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+@pytest.mark.parametrize("masked", ["none", "random", "one empty"])
+def test_second_derivatives(masked, floor, combine):
+    "Against autograd through the equation, written with differences that it can differentiate twice."
+    q, k, v, *orders = make()
+    mask, options = make_mask(masked, 2, 13), dict(block_size=4, combine=combine)
+    count = counts(*orders, 4, mask).to(q.dtype)
+    count = count if combine == "sum" else count.clamp(max=1)
+
+    def equation(q, k, v):
+        weights = count * (-0.5 * (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)).exp()
+        whole = weights.sum(-1, keepdim=True) + 3 * floor
+        return weights @ v / torch.where(weights.sum(-1, keepdim=True) > 0, whole, 1)
+
+    found = []
+    for attend in (lambda *x: hept_attention(*x, *orders, mask=mask, floor=floor, **options), equation):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        first = torch.autograd.grad(attend(*leaves).sin().sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)])
+        found[-1] += torch.func.grad(lambda *x, f=attend: f(*x).sin().sum(), argnums=(0, 1, 2))(q, k, v)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("impl", ["fast", "reference"])
 @pytest.mark.parametrize("combine", ["sum", "union"])
 @pytest.mark.parametrize("garbage", [1e300, -3.0, math.inf, math.nan])
@@ -632,6 +656,31 @@ def test_autocast(options):
     with torch.autocast("cpu", torch.bfloat16):
         out = module(*inputs)
     torch.testing.assert_close(out.float(), module(*inputs), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"codes": "none"}])
+@pytest.mark.parametrize("extent", [1, 100, 1000])
+def test_autocast_keeps_neighbours_of_wide_clouds(extent, options, dtype, tolerance):
+    g = source(5)
+    centres = extent * torch.rand(1, 20, 3, generator=g).repeat_interleave(20, 1)
+    x, coords = torch.randn(1, 400, 8, generator=g), centres + 0.1 * torch.randn(1, 400, 3, generator=g)
+    module = layer(**options, block_size=20)
+    with torch.autocast("cpu", dtype):
+        found = module(x, coords)
+    assert found.dtype == dtype and relative(found.float(), module(x, coords)) < tolerance
+
+
+def test_per_sample_gradients():
+    module, (x, coords, _) = layer(), layer_inputs()
+
+    def loss(parameters, x, coords):
+        return torch.func.functional_call(module, parameters, (x[None], coords[None])).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(dict(module.named_parameters()), x, coords)
+    for i in range(2):
+        for name, expected in weights_gradients(module, x[i : i + 1], coords[i : i + 1]).items():
+            torch.testing.assert_close(found[name][i], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_compiles():

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -299,6 +301,54 @@ def test_load_released_takes_such_arrays(tmp_path, arrays):
     assert model(x, coords, mask).shape == (2, 150, 12)
     assert torch.equal(model.encoder.layers[2].attention.key.weight, torch.from_numpy(arrays["attns.2.w_k.weight"]))
     assert torch.equal(model.head.project.weight, torch.from_numpy(arrays["W.weight"]))
+
+
+def test_load_released_takes_the_published_kind_of_file(tmp_path, arrays):
+    "A state_dict saved by torch, read as tensors and nothing else."
+    np.savez(tmp_path / "made.npz", **arrays)
+    torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, tmp_path / "made.pt")
+    ours, theirs = (load_released(tmp_path / f"made.{kind}").state_dict() for kind in ("npz", "pt"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    torch.save({"regions": Fraction(1, 2)}, tmp_path / "pickled.pt")
+    with pytest.raises(ValueError, match="path: pickled.pt"):
+        load_released(tmp_path / "pickled.pt")
+
+
+@pytest.fixture
+def released(tmp_path, arrays):
+    np.savez(tmp_path / "made.npz", **arrays)
+    return load_released(tmp_path / "made.npz")
+
+
+def clouds(*sizes):
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(1, n, 15, generator=g), torch.rand(1, n, 6, generator=g)) for n in sizes]
+
+
+@torch.no_grad()
+def test_released_model_in_threads(released):
+    given = clouds(*[230, 250, 270, 310] * 4)
+    alone = [released(*cloud) for cloud in given]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda cloud: released(*cloud), given))
+    assert all(map(torch.equal, alone, together))
+
+
+@torch.no_grad()
+def test_released_model_keeps_nothing_of_a_cloud(released):
+    first, second = clouds(300, 300)
+    new = copy.deepcopy(released).encoder(released.encode(second[0]), second[1])
+    released(*first)
+    assert torch.equal(released.encoder(released.encode(second[0]), second[1]), new)
+
+
+@torch.no_grad()
+def test_released_model_needs_a_block_and_no_mask(released):
+    (cloud,) = clouds(50)
+    with pytest.raises(ValueError, match="x: a cloud needs at least 100 points as released, got 50"):
+        released(*cloud)
+    with pytest.raises(ValueError, match="mask: as_released knows none"):
+        released(*cloud, torch.ones(1, 50, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("name", ["regions", "W.weight", "attns.3.attn.e2lsh.alpha", "mlp_out.norms.0.bias"])

@@ -378,6 +378,21 @@ def test_subset_is_a_selection_matrix(tau, hard, masked):
           lambda x, w: as_matrix(x, w, noise, mask, tau, hard), x, weight)
 
 
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_second_derivatives_of_a_subset(hard, masked):
+    x, weight, noise = draw(3, 12, 5), draw(4, 5, seed=1), noise_for(3, 4, 12)
+    mask = torch.arange(12) < torch.tensor([[12], [7], [1]]) if masked else None
+    found = []
+    for choose in (lambda x, w: gumbel_subset_sampling(x, w, tau=0.5, hard=hard, noise=noise, mask=mask),
+                   lambda x, w: as_matrix(x, w, noise, mask, 0.5, hard)):
+        leaves = [part.clone().requires_grad_() for part in (x, weight)]
+        first = torch.autograd.grad(choose(*leaves).sin().sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(part.sin().sum() for part in first), leaves)])
+        found[-1] += torch.func.grad(lambda *x, f=choose: f(*x).sin().sum(), argnums=(0, 1))(x, weight)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-11)
+
+
 def test_hard_subset_without_gradient_is_the_one_with():
     x, weight, noise = draw(2, 30, 6), draw(9, 6, seed=1), noise_for(2, 9, 30)
     for replace in (True, False):
