@@ -377,7 +377,8 @@ class Experiment:
 
     Args:
         rows: {name: outcomes} of one row, or of two whose difference is asked for, first minus second.
-        floors: {name: outcomes}; what needs no attention. Required where a training decides; a row of them is a floor itself.
+        floors: {name: outcomes}; what needs no attention. Required where a training decides; a row of them is a floor
+            itself.
         statistic, clusters, level: as of `paired`.
         decided_by: training, clock, statistics or exact.
 
