@@ -108,7 +108,8 @@ def start_in(environment: dict[str, str]) -> None:
 def end_with_parent() -> None:
     """Stop as by Ctrl-C on SIGTERM too, and when the process that started this one is gone."""
     parent = os.getppid()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it puts behind `&` deaf to SIGINT
+        signal.signal(ending, signal.default_int_handler)
 
     def watch() -> None:
         while os.getppid() == parent:

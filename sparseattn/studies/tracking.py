@@ -80,11 +80,12 @@ class OriginalKernel(HEPTAttention):
     def forward(self, x, coords, mask=None, return_info=False):
         return super().forward(x + self.encode(coords), coords, mask, return_info)
 
-    def _sorted(self, x, coords, mask):
-        q, k, v = (self._split(part(x)) for part in (self.query, self.key or self.query, self.value))
-        q, k = softmax_as_gaussian(q * self.head_dim**-0.25, k * self.head_dim**-0.25)
-        with torch.no_grad():
-            return q, k, v, *self.hash(q, k, coords, mask)
+    def _sorted(self, x, coords, mask, labels=None):
+        q, k = (self._projected(part, x) * self.head_dim**-0.25 for part in (self.query, self.key or self.query))
+        q, k = softmax_as_gaussian(q, k)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            orders = self.hash(q, k, coords, mask, labels)
+        return q, k, self._split(self.value(x)), *orders
 
 # %% ../../nbs/hept/34_tracking.ipynb #08dc31e8
 def _directions(cloud):
