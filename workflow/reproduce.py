@@ -293,6 +293,7 @@ class Watched:
         self.names = {job["rule"]: job for job in [*made["units"], *made["notebooks"].values()]} if made else {}
         self.log = args.root / f"build/{args.scale}/log/{log}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts behind `&` deaf to it
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

@@ -108,8 +108,7 @@ def start_in(environment: dict[str, str]) -> None:
 def end_with_parent() -> None:
     """Stop as by Ctrl-C on SIGTERM too, and when the process that started this one is gone."""
     parent = os.getppid()
-    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it puts behind `&` deaf to SIGINT
-        signal.signal(ending, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def watch() -> None:
         while os.getppid() == parent:
