@@ -170,7 +170,7 @@ class Layer(nn.Module):
         x = x + self.dropout(self.feed(self.norm2(x)))
         return (x, info) if return_info else x
 
-
+# %% ../../nbs/core/05_transformer.ipynb #05enc002
 class Encoder(nn.Module):
     """A stack of layers with one kind of attention.
 
