@@ -1,0 +1,266 @@
+"""`check_attention`: faults are caught by the properties that name them, and the table of the collection is what it should be."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import sparseattn
+from sparseattn import testing
+from sparseattn.testing import PROPERTIES, attention_property, check_attention
+
+
+
+class Good(nn.Module):
+    """Attention over all pairs with one head; the faults below change one thing each."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.prepare()
+
+    def prepare(self):
+        pass
+
+    def forward(self, x, coords=None, mask=None, return_info=False):
+        x = x if mask is None else x.masked_fill(~mask[..., None], 0)
+        out = self.attend(*(part(x)[:, None] for part in (self.query, self.key, self.value)), mask)[:, 0]
+        return self.finish(x, out if mask is None else out.masked_fill(~mask[..., None], 0))
+
+    def attend(self, q, k, v, mask):
+        logits = q @ k.mT / 4
+        return (logits if mask is None else logits.masked_fill(~mask[:, None, None], torch.finfo(logits.dtype).min)).softmax(-1) @ v
+
+    def finish(self, x, out):
+        return out
+
+
+class HearsPadding(Good):
+    def forward(self, x, coords=None, mask=None, return_info=False):
+        out = super().forward(x)
+        return out if mask is None else out.masked_fill(~mask[..., None], 0)
+
+
+class HearsPaddedCoordinates(Good):
+    def forward(self, x, coords=None, mask=None, return_info=False):
+        out = super().forward(x + coords.mean((1, 2), keepdim=True))
+        return out if mask is None else out.masked_fill(~mask[..., None], 0)
+
+
+class ReturnsPadding(Good):
+    def forward(self, x, coords=None, mask=None, return_info=False):
+        return super().forward(x, coords, mask) + 1
+
+
+class MixesClouds(Good):
+    def attend(self, q, k, v, mask):
+        return super().attend(q, k, v, mask) + 0.1 * v.mean(0, keepdim=True)
+
+
+class WholeBlocks(Good):
+    def finish(self, x, out):
+        return out if out.shape[1] == 1 else out[:, : out.shape[1] // 4 * 4] if out.shape[1] > 100 else out
+
+
+class OnePointIsNaN(Good):
+    def finish(self, x, out):
+        return out if out.shape[1] > 1 else out / (out - out)
+
+
+class GoesByPlace(Good):
+    def finish(self, x, out):
+        return out * torch.linspace(0.5, 1, out.shape[1], dtype=out.dtype)[:, None]
+
+
+class UnusedParameter(Good):
+    def prepare(self):
+        self.late = nn.Parameter(torch.zeros(3))
+
+
+class DetachedKeys(Good):
+    def attend(self, q, k, v, mask):
+        return super().attend(q, k.detach(), v, mask)
+
+
+class DropsAPoint(Good):
+    def attend(self, q, k, v, mask):
+        loud = k.square().sum(-1)
+        rest = loud < loud.amax(-1, keepdim=True) if k.shape[2] > 1 else torch.ones_like(loud, dtype=torch.bool)
+        return super().attend(q, k, v, rest[:, 0] if mask is None else rest[:, 0] & mask)
+
+
+class CountsItsCalls(Good):
+    def prepare(self):
+        self.calls = 0
+
+    def attend(self, q, k, v, mask):
+        self.calls += 1
+        return super().attend(q, k, v * self.calls, mask)
+
+
+class AsksTheHost(Good):
+    def finish(self, x, out):
+        return out if out.square().sum() > 0 else out + 1
+
+
+class BreaksTheGraph(Good):
+    def finish(self, x, out):
+        torch._dynamo.graph_break()
+        return out
+
+
+class WrongAtOtherLengths(Good):
+    def finish(self, x, out):
+        return out * 2 if torch.compiler.is_compiling() and out.shape[1] == 23 else out
+
+
+class WrongExport(Good):
+    def finish(self, x, out):
+        return out * 2 if torch.compiler.is_exporting() else out
+
+
+class WrongRecomputation(Good):
+    def attend(self, q, k, v, mask):
+        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        return super().attend(2 * q if recomputed else q, k, v, mask)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class NoFunctionalTransforms(Good):
+    def finish(self, x, out):
+        return _Square.apply(out)
+
+
+class _SquareOnce(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0].detach() * grad
+
+
+class WrongSecondDerivative(Good):
+    def finish(self, x, out):
+        return _SquareOnce.apply(out)
+
+
+class OverflowsInHalf(Good):
+    def finish(self, x, out):
+        return out * 1e5 if out.dtype == torch.float16 else out
+
+
+class CoarseInBfloat(Good):
+    def finish(self, x, out):
+        return out.round() if out.dtype == torch.bfloat16 else out
+
+
+class OtherInThreads(Good):
+    def finish(self, x, out):
+        compiling = torch.compiler.is_compiling()
+        return out if compiling or threading.current_thread() is threading.main_thread() else out + 1
+
+
+class DiesInAFork(Good):
+    def prepare(self):
+        self.home = os.getpid()
+
+    def finish(self, x, out):
+        if not torch.compiler.is_compiling() and os.getpid() != self.home:
+            raise RuntimeError("initialised in another process")
+        return out
+
+
+class NoDeepcopy(Good):
+    def __deepcopy__(self, memo):
+        raise TypeError("not twice")
+
+
+class SharedCopy(Good):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class NoPickle(Good):
+    def __reduce__(self):
+        raise TypeError("not on disk")
+
+    def __deepcopy__(self, memo):
+        other = NoPickle().to(self.query.weight.dtype)
+        other.load_state_dict(self.state_dict())
+        return other
+
+
+class KeepsDrawsToItself(Good):
+    def prepare(self):
+        self.directions = torch.rand(()).item()
+
+    def finish(self, x, out):
+        return out * self.directions
+
+
+FAULTS = {
+    HearsPadding: {"mask"},
+    HearsPaddedCoordinates: {"mask"},
+    ReturnsPadding: {"mask"},
+    MixesClouds: {"batch"},
+    WholeBlocks: {"lengths"},
+    OnePointIsNaN: {"lengths"},
+    GoesByPlace: {"equivariance"},
+    UnusedParameter: {"gradients"},
+    DetachedKeys: {"gradients", "double backward"},  # what is differentiated is not the derivative either
+    DropsAPoint: {"heard"},
+    CountsItsCalls: {"repeats", "checkpoint", "threads"},  # calls differ by how many there were before
+    AsksTheHost: {"compile", "export"},
+    BreaksTheGraph: {"compile"},
+    WrongAtOtherLengths: {"compile"},
+    WrongExport: {"export"},
+    WrongRecomputation: {"checkpoint"},
+    NoFunctionalTransforms: {"func.grad"},
+    WrongSecondDerivative: {"double backward"},
+    OverflowsInHalf: {"autocast fp16"},
+    CoarseInBfloat: {"autocast bf16"},
+    OtherInThreads: {"threads"},
+    DiesInAFork: {"fork"},
+    NoDeepcopy: {"deepcopy"},
+    SharedCopy: {"deepcopy"},
+    NoPickle: {"pickle"},
+    KeepsDrawsToItself: {"state_dict"},
+}
+
+
+def failing(attention, **options):
+    return {name: why for name, why in check_attention(attention, **options).items() if why != "works"}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_caught_by_its_property(fault):
+    found = failing(fault)
+    assert set(found) == FAULTS[fault], found
+
+
+def test_every_property_catches_a_fault():
+    assert set().union(*FAULTS.values()) == set(PROPERTIES)
+
+
+def test_nothing_is_found_where_nothing_is_wrong():
+    assert failing(Good) == failing(Good()) == {}
