@@ -3342,6 +3342,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'sparseattn.testing._export': ('core/testing.html#_export', 'sparseattn/testing.py'),
                                     'sparseattn.testing._fork': ('core/testing.html#_fork', 'sparseattn/testing.py'),
                                     'sparseattn.testing._forked': ('core/testing.html#_forked', 'sparseattn/testing.py'),
+                                    'sparseattn.testing._four_threads': ('core/testing.html#_four_threads', 'sparseattn/testing.py'),
                                     'sparseattn.testing._functional_gradient': ( 'core/testing.html#_functional_gradient',
                                                                                  'sparseattn/testing.py'),
                                     'sparseattn.testing._gradients': ('core/testing.html#_gradients', 'sparseattn/testing.py'),
