@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")  # its allocator may hang after threads and forks, see 08_testing
 sys.path.insert(0, str(ROOT / "workflow"))
 
 HELPERS = """#| export
