@@ -1,9 +1,9 @@
 """Execute a notebook at a large scale on a CPU, with the sizes of smoke scale and trainings of two steps.
 
-    python tests/rehearse.py pat/63_scenes gpu FOLDER [some | floors | none]
+    python tests/rehearse.py pat/63_scenes gpu FOLDER [second | some | floors | none]
 
-What it writes goes to FOLDER. The last word says what has a record: all rows; some, the floors and the first row beside
-them; floors, no training; none, as where the data of a study are missing.
+What it writes goes to FOLDER. The last word says what has a record: all rows; second, their second training
+alone; some, the floors and the first row beside them; floors, no training; none, as where the data of a study are missing.
 """
 
 import os
@@ -13,26 +13,26 @@ from pathlib import Path
 from sparseattn.lab import run, study
 
 ROOT = Path(__file__).parent.parent
-LENGTHS = {"steps": 2, "epoch": 1, "probe": 1, "warm-up": 1, "seeds": 1}
+LENGTHS = {"steps": 2, "epoch": 1, "probe": 1, "warm-up": 1}
 AT, READ = study.Study.at, study.records
 
 
-def settings(one: study.Study, scale: str) -> dict:
+def settings(one: study.Study, scale: str, seeds: int) -> dict:
     """The recipe of a scale, the data of smoke, and two steps."""
     recipe = AT(one, scale)
-    return AT(one, "smoke") | {name: recipe[name] for name in study.RECIPE} | LENGTHS
+    return AT(one, "smoke") | {name: recipe[name] for name in study.RECIPE} | LENGTHS | {"seeds": seeds}
 
 
 def wanted(one: study.Study, there: str) -> set[str]:
     """Rows that get records."""
     floors = {row for row, options in one.rows.items() if options.get("floor")}
     first = next(row for row in one.rows if row not in floors)
-    return {"all": set(one.rows), "some": floors | {first}, "floors": floors, "none": set()}[there]
+    return {"all": set(one.rows), "second": set(one.rows), "some": floors | {first}, "floors": floors, "none": set()}[there]
 
 
 def shorten(scale: str, folder: Path, there: str) -> None:
     """Small settings under the name of a large scale, and records that are made here and now."""
-    pick = run.pick
+    pick, seeds = run.pick, 2 if there == "second" else 1
 
     def at(one, name):
         """As `settings`; the data of the scale where there are no records and no files of it."""
@@ -40,11 +40,11 @@ def shorten(scale: str, folder: Path, there: str) -> None:
             return AT(one, name)
         real = AT(one, scale)
         absent = ("data",) if there == "none" and one.missing(real) else ()
-        return settings(one, scale) | {name: real[name] for name in absent if name in real}
+        return settings(one, scale, seeds) | {name: real[name] for name in absent if name in real}
 
     def records(one, name):
         for unit in study.units(one, name, root=folder):
-            if unit.row in wanted(one, there):
+            if unit.row in wanted(one, there) and (unit.kind != "network" or unit.seed == seeds - 1):
                 study.train(unit)
         return READ(one, name, root=folder)
 

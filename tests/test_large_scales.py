@@ -40,13 +40,13 @@ def test_rehearsal_at_paper_scale(key, tmp_path):
     rehearse(key, "paper", "all", tmp_path)
 
 
-@pytest.mark.parametrize("there", ["none", "floors", "some"] if ALL else ["none"])
+@pytest.mark.parametrize("there", ["none", "floors", "some", "second"] if ALL else ["none"])
 @pytest.mark.parametrize("key", CHOSEN)
 def test_a_page_is_whole_where_records_are_missing(key, there, tmp_path):
     """Tables have their columns, a line says how to train, and no training decides a claim where there is none."""
     printed, results = rehearse(key, "gpu", there, tmp_path)
-    assert "python -m sparseattn.studies" in printed
+    assert there == "second" or "python -m sparseattn.studies" in printed
     for table in results.glob("*.csv"):
         assert table.read_text().splitlines()[0].strip(), table.name
     claims = list(csv.DictReader((results / "claims.csv").open()))
-    assert there == "some" or "training" not in {claim["decided"] for claim in claims}
+    assert there in ("some", "second") or "training" not in {claim["decided"] for claim in claims}

@@ -519,6 +519,10 @@ class Records:
         """Records of a row by seed."""
         return {r["seed"]: r for r in self.found if r["row"] == row}
 
+    def first(self, row: str) -> dict:
+        """The record of a row's first seed; empty where the row has none."""
+        return next(iter(self.of(row).values()), {})
+
     def outcomes(self, row: str, part: str) -> dict[int, np.ndarray]:
         """Outcomes of a row on a part of the test data, by seed; an array each, items in the same order in all rows."""
         return {seed: unpack(r["outcomes"][part]) for seed, r in self.of(row).items() if part in r["outcomes"]}
