@@ -3,7 +3,8 @@
     python tests/rehearse.py pat/63_scenes gpu FOLDER [second | some | floors | none]
 
 What it writes goes to FOLDER. The last word says what has a record: all rows; second, their second training
-alone; some, the floors and the first row beside them; floors, no training; none, as where the data of a study are missing.
+alone; some, the floors and the first row beside them; floors, no training; none, as where the data of a study
+are missing.
 """
 
 import os
@@ -27,7 +28,8 @@ def wanted(one: study.Study, there: str) -> set[str]:
     """Rows that get records."""
     floors = {row for row, options in one.rows.items() if options.get("floor")}
     first = next(row for row in one.rows if row not in floors)
-    return {"all": set(one.rows), "second": set(one.rows), "some": floors | {first}, "floors": floors, "none": set()}[there]
+    chosen = {"some": floors | {first}, "floors": floors, "none": set()}
+    return chosen.get(there, set(one.rows))
 
 
 def shorten(scale: str, folder: Path, there: str) -> None:

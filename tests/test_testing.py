@@ -330,7 +330,7 @@ def test_draws_are_those_of_the_seed():
 # ---- the collection
 
 #: what asks the data how to go on, which a program traced in one piece cannot; see nbs/core/08_testing.ipynb
-BROKEN = {name: {"compile", "export"} for name in ("hept", "knn", "reformer", "stratified", "window")}
+BROKEN = {"knn": {"compile", "export"}, "stratified": {"compile", "export"}, "window": {"compile"}}
 
 
 @pytest.mark.parametrize("name", sparseattn.attentions())

@@ -43,7 +43,7 @@ from sparseattn.baselines.transformers import (
     nystrom_attention,
     performer_attention,
     reformer_attention,
-    window_attention,
+    sliding_window_attention,
 )
 
 __all__ = [
@@ -85,6 +85,6 @@ __all__ = [
     "stratified_edges",
     "stratified_pattern",
     "thinned",
-    "window_attention",
+    "sliding_window_attention",
     "window_cells",
 ]

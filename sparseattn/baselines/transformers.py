@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['linear_attention', 'orthogonal_features', 'performer_attention', 'linformer_attention', 'segment_means',
            'iterative_inverse', 'nystrom_attention', 'lsh_buckets', 'lsh_pattern', 'reformer_attention',
-           'window_attention', 'LinearAttention', 'PerformerAttention', 'LinformerAttention', 'NystromAttention',
-           'ReformerAttention', 'WindowAttention']
+           'sliding_window_attention', 'LinearAttention', 'PerformerAttention', 'LinformerAttention',
+           'NystromAttention', 'ReformerAttention', 'WindowAttention']
 
 # %% ../../nbs/baselines/26_transformers.ipynb #b53a97a2
 import math
@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (
-    AttentionInfo, check_count, check_qkv, checked_cloud, dense_attention, masked_softmax, merge_attention)
+from sparseattn.core.attention import (
+    AttentionInfo, check_count, check_qkv, checked_cloud, dense_attention, has_values, masked_softmax,
+    merge_attention)
 from ..core.transformer import attention_flops, head_channels, register_attention
 
 # %% ../../nbs/baselines/26_transformers.ipynb #acbbe536
@@ -297,7 +298,7 @@ def lsh_buckets(x: Float[Tensor, "b h n d"], rotations: Float[Tensor, "#h r d w"
                          f"got {tuple(rotations.shape)}")
     width = rotations.shape[3]
     buckets = torch.as_tensor(buckets, device=x.device).expand(len(x)).view(-1, 1, 1, 1)
-    if ((buckets < 1) | (buckets % 2 == 1) & (buckets > 1) | (buckets > 2 * width)).any():
+    if has_values(buckets) and ((buckets < 1) | (buckets % 2 == 1) & (buckets > 1) | (buckets > 2 * width)).any():
         raise ValueError(f"buckets must be 1 or even and at most {2 * width}, got {buckets.flatten().tolist()}")
     along = x[:, :, None] @ rotations.to(x)
     used = torch.arange(width, device=x.device) < buckets[..., None] // 2
@@ -445,8 +446,8 @@ def _softmax_means(scores, v):
     return weights @ v / total, (top + total.log()).masked_fill(none, -math.inf)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #affea031
-def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"], *,
-                     width: int, mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b h n e"]:
+def sliding_window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
+                             *, width: int, mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b h n e"]:
     """Softmax attention to the points within `width` places, self included; O(n w (d + e)). Longformer, Sec 3.1.
 
     Args:
@@ -462,15 +463,15 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
 
     Example:
         >>> x = torch.randn(2, 4, 10, 8)
-        >>> window_attention(x, x, x, width=2).shape
+        >>> sliding_window_attention(x, x, x, width=2).shape
         torch.Size([2, 4, 10, 8])
     """
     dtype, (q, k, v) = q.dtype, _prepared(q, k, v, mask)
     check_count("width", width)
     b, h, n, d = q.shape
     width = min(width, n)
-    q, k, v = (nn.functional.pad(x, (0, 0, 0, -n % width)).unflatten(2, (-1, width)) for x in (q, k, v))
-    chunks = q.shape[2]
+    chunks = -(-n // width)
+    q, k, v = (nn.functional.pad(x, (0, 0, 0, chunks * width - n)).view(b, h, chunks, width, -1) for x in (q, k, v))
     k, v = (nn.functional.pad(x, (0, 0, 0, 0, 1, 1)) for x in (k, v))
     k, v = (torch.cat([x[:, :, i:i + chunks] for i in range(3)], 3) for x in (k, v))
     place = torch.arange(chunks * width, device=q.device).view(chunks, width)
@@ -703,7 +704,7 @@ class ReformerAttention(_Baseline):
 # %% ../../nbs/baselines/26_transformers.ipynb #5f4599a6
 @register_attention("window")
 class WindowAttention(_Baseline):
-    """Multi-head attention to near places of the sequence; see `window_attention`.
+    """Multi-head attention to near places of the sequence; see `sliding_window_attention`.
 
     Args:
         dim, heads, head_dim: see `LinearAttention`.
@@ -729,7 +730,7 @@ class WindowAttention(_Baseline):
         upto = nn.functional.pad(real.cumsum(1), (1, 0))
         place = torch.arange(n, device=q.device)
         near = upto[:, (place + self.width + 1).clamp(max=n)] - upto[:, (place - self.width).clamp(min=0)]
-        return window_attention(q, k, v, width=self.width, mask=mask), h * int((near * real).sum())
+        return sliding_window_attention(q, k, v, width=self.width, mask=mask), h * (near * real).sum()
 
     def _size(self):
         return {"width": self.width}

@@ -114,9 +114,25 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(heads * self.head_dim, dim)
         self.log_omega = nn.Parameter(torch.full((heads, coord_dims), 2.3)) if self.coord_dims else None
 
+    def extra_repr(self) -> str:
+        """Options, for `print`."""
+        return f"heads={self.heads}, head_dim={self.head_dim}, kernel={self.kernel!r}"
+
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
+        """Attention of every point to all; nothing is drawn.
+
+        Args:
+            x: features. coords: coordinates, all in one unit, for the Gaussian kernel.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`.
+        """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims)
         q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
                    for f in (self.query, self.key, self.value))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..core.attention import (
     AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_qkv_form, checked_cloud,
-    composed_gradients, hide_masked, masked_softmax, transformed, uncompiled)
+    composed_gradients, hide_masked, masked_softmax, transformed)
 from ..core.kernels import append_coordinates, softmax_as_gaussian
 from ..core.native import c_kernels
 from ..core.tiles import TILES
@@ -461,7 +461,7 @@ def _apart(slots_q, slots_k, block_size, points, union):
 
 # %% ../../nbs/hept/32_attention.ipynb #32comp06
 def _composed(q, k, v, order_q, order_k, union, block_size, floor):
-    "Orders are (tables, rows, points), n for an empty slot; union, block_size and floor as of `_BlockAttention`."
+    "Orders are (tables, rows, points), n for an empty slot; union, block_size and floor as of `_in_tiles`."
     rows, n, width = v.shape
     slots_q, slots_k = (_flat(_slots(order, block_size, None), n) for order in (order_q, order_k))
     places = _places(slots_q, rows * n + 1)[:-1]
@@ -479,38 +479,32 @@ def _composed(q, k, v, order_q, order_k, union, block_size, floor):
     return (total[:, :-1] / torch.where(whole > 0, whole, 1)).view_as(v)
 
 # %% ../../nbs/hept/32_attention.ipynb #32comp08
-def _composed_of(order_q, order_k, real, options, floor):
-    "`_composed` as a function of q, k and v, from the orders and the mask of `_BlockAttention`."
-    orders = [order.transpose(0, 1) for order in (order_q, order_k)]
-    order_q, order_k = orders if real is None else (_real_first(order, real) for order in orders)
+def _composed_of(order_q, order_k, real, floor, options):
+    "`_composed` as a function of q, k and v, from the orders and the mask of `_in_tiles`."
+    order_q, order_k = (order if real is None else _real_first(order, real) for order in (order_q, order_k))
     return partial(_composed, order_q=order_q, order_k=order_k, floor=floor, **options)
 
 # %% ../../nbs/hept/32_attention.ipynb #78ceff44
-class _BlockAttention(torch.autograd.Function):
-    """Sum or union of block attention over tables; rows (batch and heads) in dimension 0,
-    tables in dimension 1 of the orders."""
+def _in_tiles(q, k, v, order_q, order_k, real, floor, check, options):
+    "Sum or union of block attention over tables: output (rows, points, width), denominators and shifts (rows, points)."
+    out, denominator, shift = torch.empty_like(v), q.new_empty(q.shape[:2]), q.new_zeros(q.shape[:2])
+    orders = order_q.transpose(0, 1), order_k.transpose(0, 1)
+    with torch.autocast(q.device.type, enabled=False):
+        _by_heads(partial(_attend_heads, **options, floor=floor, check=check),
+                  (q, k, v, *orders, real, out, denominator[..., None], shift), q.device)
+    return out, denominator, shift
 
-    @staticmethod
-    def forward(ctx, q, k, v, order_q, order_k, real, options, floor, check):
-        out, denominator, shift = torch.empty_like(v), q.new_empty(*q.shape[:2], 1), q.new_zeros(q.shape[:2])
-        with torch.autocast(q.device.type, enabled=False):
-            _by_heads(partial(_attend_heads, **options, floor=floor, check=check),
-                      (q, k, v, order_q, order_k, real, out, denominator, shift), q.device)
-        ctx.save_for_backward(q, k, v, order_q, order_k, real, out, denominator, shift)
-        ctx.options, ctx.floor = options, floor
-        return out
 
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, order_q, order_k, real, *rest = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            again = _composed_of(order_q, order_k, real, ctx.options, ctx.floor)
-            return *composed_gradients(again, (q, k, v), grad), *[None] * 6
-        gradients = [torch.empty_like(x) for x in (q, k, v)]
-        with torch.autocast(grad.device.type, enabled=False):
-            _by_heads(partial(_differentiate_heads, **ctx.options),
-                      (q, k, v, order_q, order_k, real, *rest, grad, *gradients), grad.device)
-        return *gradients, *[None] * 6
+def _tile_gradients(grad, q, k, v, order_q, order_k, real, out, denominator, shift, options):
+    "Gradients of q, k and v."
+    gradients, orders = [torch.empty_like(x) for x in (q, k, v)], (order_q.transpose(0, 1), order_k.transpose(0, 1))
+    with torch.autocast(q.device.type, enabled=False):
+        _by_heads(partial(_differentiate_heads, **options),
+                  (q, k, v, *orders, real, out, denominator[..., None], shift, grad, *gradients), q.device)
+    return gradients
+
+
+_TILES = _in_tiles, _tile_gradients
 
 # %% ../../nbs/hept/32_attention.ipynb #b180a88e
 _GAPS = r"""
@@ -963,36 +957,98 @@ def _sizes(order, q, v, options):
     return tables, rows, n, block, q.shape[2], v.shape[2], together, options["union"], threads
 
 # %% ../../nbs/hept/32_attention.ipynb #027bdb5a
-class _LoopAttention(torch.autograd.Function):
-    "`_BlockAttention` by the loop."
+def _loop_orders(order_q, order_k, real):
+    "Orders with real points first, and how many these are; None, all."
+    if real is None:
+        return order_q.contiguous(), order_k.contiguous(), None
+    return _real_first(order_q, real), _real_first(order_k, real), real.sum(1)
+
+
+def _in_loop(q, k, v, order_q, order_k, real, floor, check, options):
+    "As `_in_tiles`; the last result is the nearest key's exponent."
+    kernels, sizes = c_kernels(_SOURCE, q), _sizes(order_q, q, v, options)
+    if check and any(kernels("permutations", x.contiguous(), sizes) for x in (order_q, order_k)):
+        _check_entries(q, k, v, order_q, order_k)
+    blank = q.new_empty if real is None else q.new_zeros  # masked points stay 0
+    out, whole, near = blank(v.shape), blank(q.shape[:2]), blank(q.shape[:2])
+    nonfinite = kernels("forward", q, k, v, *_loop_orders(order_q, order_k, real), out, whole, near, float(floor), sizes)
+    if nonfinite and check:
+        _check_entries(q, k, v, order_q, order_k)
+    return out, whole, near
+
+
+def _loop_gradients(grad, q, k, v, order_q, order_k, real, out, whole, near, options):
+    "As `_tile_gradients`."
+    gradients = [torch.empty_like(x) if real is None else torch.zeros_like(x) for x in (q, k, v)]
+    c_kernels(_SOURCE, q)("backward", grad.contiguous(), q, k, v, *_loop_orders(order_q, order_k, real), out, whole, near,
+                          *gradients, _sizes(order_q, q, v, options))
+    return gradients
+
+
+_LOOP = _in_loop, _loop_gradients
+
+
+def _form(x):
+    "The loop where there is one."
+    return _TILES if _loops(x) is None else _LOOP
+
+# %% ../../nbs/hept/32_attention.ipynb #32oper02
+class _BlockAttention(torch.autograd.Function):
+    "A form, `_TILES` or `_LOOP`, with its gradient."
 
     @staticmethod
-    def forward(ctx, q, k, v, order_q, order_k, real, options, floor, check):
-        order_q, order_k = order_q.transpose(0, 1), order_k.transpose(0, 1)
-        order_q, order_k = order_q.contiguous(), order_k.contiguous()
-        kernels, sizes = c_kernels(_SOURCE, q), _sizes(order_q, q, v, options)
-        if check and any(kernels("permutations", x, sizes) for x in (order_q, order_k)):
-            _check_entries(q, k, v, order_q, order_k)
-        count, blank = None, torch.empty_like if real is None else torch.zeros_like  # masked points stay 0
-        if real is not None:
-            count, order_q, order_k = real.sum(1), _real_first(order_q, real), _real_first(order_k, real)
-        out, whole, near = blank(v), q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2])
-        nonfinite = kernels("forward", q, k, v, order_q, order_k, count, out, whole, near, float(floor), sizes)
-        if nonfinite and check:
-            _check_entries(q, k, v, order_q, order_k)
-        ctx.save_for_backward(q, k, v, order_q, order_k, count, out, whole, near)
-        ctx.kernels, ctx.sizes, ctx.blank, ctx.again = kernels, sizes, blank, dict(options, floor=floor)
-        return out
+    def forward(ctx, form, floor, check, options, *inputs):
+        results = form[0](*inputs, floor, check, options)
+        ctx.save_for_backward(*inputs, *results)
+        ctx.form, ctx.floor, ctx.options = form, floor, options
+        return results[0]
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, order_q, order_k, *rest = ctx.saved_tensors
+        q, k, v, order_q, order_k, real, *results = ctx.saved_tensors
         if torch.is_grad_enabled():
-            again = partial(_composed, order_q=order_q, order_k=order_k, **ctx.again)
-            return *composed_gradients(again, (q, k, v), grad), *[None] * 6
-        gradients = [ctx.blank(x) for x in (q, k, v)]
-        ctx.kernels("backward", grad.contiguous(), q, k, v, order_q, order_k, *rest, *gradients, ctx.sizes)
-        return *gradients, *[None] * 6
+            again = _composed_of(order_q, order_k, real, ctx.floor, ctx.options)
+            gradients = composed_gradients(again, (q, k, v), grad)
+        else:
+            gradients = ctx.form[1](grad, q, k, v, order_q, order_k, real, *results, ctx.options)
+        return *[None] * 4, *gradients, *[None] * 3
+
+# %% ../../nbs/hept/32_attention.ipynb #32oper04
+@torch.library.custom_op("sparseattn::block_attention", mutates_args=())
+def _operator(q: Tensor, k: Tensor, v: Tensor, order_q: Tensor, order_k: Tensor, real: Tensor | None, floor: float,
+              check: bool, union: bool, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    options = {"union": union, "block_size": block_size}
+    return _form(q)[0](q, k, v, order_q, order_k, real, floor, check, options)
+
+
+@torch.library.custom_op("sparseattn::block_attention_backward", mutates_args=())
+def _operator_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, order_q: Tensor, order_k: Tensor,
+                       real: Tensor | None, out: Tensor, whole: Tensor, near: Tensor, union: bool,
+                       block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    options = {"union": union, "block_size": block_size}
+    return tuple(_form(q)[1](grad, q, k, v, order_q, order_k, real, out, whole, near, options))
+
+
+@_operator.register_fake
+def _(q, k, v, *_):
+    return torch.empty_like(v), q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2])
+
+
+@_operator_backward.register_fake
+def _(grad, q, k, v, *_):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+# %% ../../nbs/hept/32_attention.ipynb #32oper06
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.options = inputs[8:]
+
+
+def _differentiate(ctx, grad, *_):
+    return *_operator_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 7
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep)
 
 # %% ../../nbs/hept/32_attention.ipynb #777a9b14
 def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -1034,7 +1090,7 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
     dtype = q.dtype
     if dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
-    attend = uncompiled(_attend) if impl == "fast" else _reference
+    attend = _attend if impl == "fast" else _reference
     out = attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=True).to(dtype)
     return (out, block_info(q, v, order_q, order_k, block_size, mask)) if return_info else out
 
@@ -1047,14 +1103,15 @@ def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=F
     if mask is not None:
         q, k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (q, k, v))
         real = mask.repeat_interleave(heads, 0)
-    orders = [order.flatten(1, 2).transpose(0, 1) for order in (order_q, order_k)]
+    orders = [order.flatten(1, 2) for order in (order_q, order_k)]
     options, floor = {"union": combine == "union", "block_size": min(block_size, n)}, len(order_q) * floor
     rows = [x.flatten(0, 1).contiguous() for x in (q, k, v)]
-    if transformed(*rows, *orders):
-        out = _composed_of(*orders, real, options, floor)(*rows)
+    if torch.compiler.is_compiling():
+        out = _operator(*rows, *orders, real, floor, check, **options)[0]
+    elif transformed(*rows, *orders):
+        out = _composed_of(*orders, real, floor, options)(*rows)
     else:
-        form = form or (_BlockAttention if _loops(q) is None else _LoopAttention)
-        out = form.apply(*rows, *orders, real, options, floor, check)
+        out = _BlockAttention.apply(form or _form(q), floor, check, options, *rows, *orders, real)
     return out.view(batch, heads, n, -1)
 
 # %% ../../nbs/hept/32_attention.ipynb #426899e6
@@ -1384,12 +1441,29 @@ class HEPTAttention(_Parts):
                          regions=regions, codes=codes, as_released=as_released, generator=generator)
         self.block_size, self.combine, self.floor, self.as_released = block_size, combine, floor, as_released
 
+    def extra_repr(self) -> str:
+        """Options, for `print`."""
+        return (f"heads={self.heads}, head_dim={self.head_dim}, tables={self.hash.directions.shape[1]}, "
+                f"block_size={self.block_size}, combine={self.combine!r}, kernel={self.kernel!r}, "
+                f"codes={self.hash.codes!r}, regions={self.hash.regions}")
+
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
                 labels: Int[Tensor, "t b h n"] | None = None):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0.
+        """Attention of every point to the points in its blocks; the same in training and in evaluation: nothing is drawn.
 
-        `labels`, aux codes of every table and head, replace those that `codes` names.
+        Args:
+            x: features. coords: coordinates, all in one unit.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed, see `block_info`.
+            labels: aux codes of every table and head, in place of those that `codes` names.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; with `as_released`, a mask or a number
+                of points that is no multiple of the block.
         """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims)
         if self.as_released and mask is not None:
@@ -1404,7 +1478,7 @@ class HEPTAttention(_Parts):
             if self.as_released:
                 heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20)
             else:
-                heads = uncompiled(_attend)(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor)
+                heads = _attend(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor)
         out = hide_masked(self.out(heads.to(dtype).transpose(1, 2).flatten(2)), mask)
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
 
@@ -1433,7 +1507,7 @@ def forward_cases(n: int, device: str | torch.device = "cpu") -> dict:
 
 
 def _in_torch(*inputs):
-    return _attend(*inputs, 100, "sum", None, 0.0, check=True, form=_BlockAttention)
+    return _attend(*inputs, 100, "sum", None, 0.0, check=True, form=_TILES)
 
 
 _FORMS = {"gather-einsum-exp": gathered_attention, "torch": _in_torch, "fast": hept_attention}

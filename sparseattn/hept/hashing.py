@@ -137,10 +137,11 @@ def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | N
     if mask is not None:
         label = torch.where(mask[None, :, None], label, label.amax() + 1)
     key = (label << 32) | _float_bits(base)
-    bits = max(1, (base.shape[-1] - 1).bit_length())
-    if base.is_cpu and has_values(base) and int(label.max()).bit_length() + 32 + bits <= 63:
-        packed = (key << bits) | torch.arange(base.shape[-1])
-        return torch.from_numpy(np.sort(packed.numpy(), axis=-1)) & ((1 << bits) - 1)
+    if base.is_cpu and has_values(base):
+        bits = max(1, (base.shape[-1] - 1).bit_length())
+        if int(label.max()).bit_length() + 32 + bits <= 63:
+            packed = (key << bits) | torch.arange(base.shape[-1])
+            return torch.from_numpy(np.sort(packed.numpy(), axis=-1)) & ((1 << bits) - 1)
     return key.argsort(dim=-1, stable=True)
 
 

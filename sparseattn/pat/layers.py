@@ -250,9 +250,25 @@ class GroupAttention(nn.Module):
         self.dim, self.shuffle, self.scale = dim, shuffle, width**-0.5 if scale is None else scale
         self.weight = nn.Parameter(torch.empty(groups, width, width).uniform_(-(width**-0.5), width**-0.5))
 
+    def extra_repr(self) -> str:
+        """Options, for `print`."""
+        return f"dim={self.dim}, groups={len(self.weight)}, shuffle={self.shuffle}, scale={self.scale:.4g}"
+
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points change nothing and return 0."""
+        """Attention of every point to all, in groups of channels; nothing is drawn.
+
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
+        """
         x, _ = checked_cloud(x, coords, mask, self.dim)
         _check_dtype(x, self.weight)
         out = _group_attention(x, self.weight, F.elu, self.scale, self.shuffle, mask, "fast")

@@ -581,6 +581,11 @@ class SampledAttention(_Order):
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
         self.out = nn.Linear(heads * self.head_dim, dim)
 
+    def extra_repr(self) -> str:
+        """Options, for `print`."""
+        return (f"heads={self.heads}, head_dim={self.head_dim}, resample={self.resample!r}, cycles={self.cycles}, "
+                f"window={self.window}")
+
     def heads_of(self, x: Float[Tensor, "b n c"]):
         """Queries, keys and values `(b, h, n, d)`."""
         return [f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
@@ -589,9 +594,21 @@ class SampledAttention(_Order):
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
                 order: Int[Tensor, "*r n"] | None = None, generator: torch.Generator | None = None):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo` whose pattern is the order.
+        """Attention of every point to its neighbours on a Hamiltonian cycle.
 
-        Masked points return 0. `order`, (n,), (b, n) or (b, h, n), replaces the draw.
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed, with the order as pattern.
+            order: the points in the order of the visit, (n,), (b, n) or (b, h, n), in place of a draw.
+            generator: source of the draw; None, torch's own. With resample "layer" every call draws, in evaluation too;
+                "fixed" has one order for a number of points, whatever the source.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud` and `check_order`.
         """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features)
         q, k, v = self.heads_of(x)

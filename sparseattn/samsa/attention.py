@@ -523,8 +523,27 @@ class SAMSAAttention(_Parts):
         self.samples, self.hard, self.tau, self.as_released = samples, hard, tau, as_released
         self.inference = "noise" if as_released else inference
 
+    def extra_repr(self) -> str:
+        """Options, for `print`."""
+        return (f"heads={self.heads}, head_dim={self.head_dim}, samples={self.samples}, hard={self.hard}, tau={self.tau}, "
+                f"inference={self.inference!r}")
+
     def forward(self, x, coords=None, mask=None, return_info: bool = False, noise=None, generator=None):
-        """Output `(b, n, c)`, 0 where masked; with `return_info` also an `AttentionInfo`. `noise`: see `draw`."""
+        """Attention of every point to the keys that each head samples: with noise in training, as `inference` says else.
+
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed, with the chosen rows as pattern.
+            noise: of every row and head, see `draw`, in place of a draw; it is used in evaluation too.
+            generator: source of the draw; None, torch's own.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; fewer rows than samples.
+        """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features)
         if noise is None and (self.training or self.inference == "noise"):
             noise = self.draw(*x.shape[:2], generator)

@@ -266,6 +266,11 @@ class SBMAttention(nn.Module):
         spread = (2 / (clusters * self.head_dim)) ** 0.5
         self.clusters = nn.Parameter(spread * torch.randn(heads, clusters, self.head_dim))
 
+    def extra_repr(self) -> str:
+        """Options, for `print`."""
+        return (f"heads={self.heads}, head_dim={self.head_dim}, clusters={self.clusters.shape[1]}, sampler={self.sampler!r}, "
+                f"exploration={self.exploration}, window={self.window}, gradient={self.gradient!r}")
+
     def block_model(self, q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]):
         """Memberships of queries, shares of pairs of clusters, memberships of keys."""
         y, z = (memberships(self.network(x), self.clusters) for x in (q, k))
@@ -274,7 +279,20 @@ class SBMAttention(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n r"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
                 generator: torch.Generator | None = None):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
+        """Attention on the edges of a graph that is drawn for every input, in training and in evaluation.
+
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed, with the edges as pattern and the density.
+            generator: source of the draws; None, torch's own. In evaluation nothing is added to the probabilities.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`.
+        """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features)
         q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
                    for f in (self.query, self.key, self.value))

@@ -19,7 +19,7 @@ from sparseattn.baselines.transformers import (
     performer_attention,
     reformer_attention,
     segment_means,
-    window_attention,
+    sliding_window_attention,
 )
 from sparseattn.core.attention import dense_attention
 from sparseattn.core.patterns import window_pattern
@@ -57,7 +57,7 @@ def functions(n=30, h=2, d=6):
         "nystrom": lambda *x, mask=None: nystrom_attention(*x, landmarks=6, mask=mask),
         "nystrom-conv": lambda *x, mask=None: nystrom_attention(*x, landmarks=6, conv=conv, mask=mask),
         "reformer": lambda q, k, v, mask=None: reformer_attention(q, v, rotations=rotations, chunk=4, mask=mask),
-        "window": lambda *x, mask=None: window_attention(*x, width=3, mask=mask),
+        "window": lambda *x, mask=None: sliding_window_attention(*x, width=3, mask=mask),
     }
 
 
@@ -280,7 +280,7 @@ def test_buckets_are_the_largest_signed_component():
 def test_window_equals_its_pattern(n, width, masked):
     mask = torch.rand(2, n, generator=generator(5)) < 0.7 if masked else None
     pattern = window_pattern(n, width)
-    assert_same(lambda *x: window_attention(*x, width=width, mask=mask),
+    assert_same(lambda *x: sliding_window_attention(*x, width=width, mask=mask),
                 lambda *x: dense_attention(*x, mask=mask, pattern=pattern), inputs(n=n))
 
 
@@ -348,7 +348,7 @@ def test_module_equals_its_function(name):
         "linformer": lambda: linformer_attention(q, k, v, project_k=module.project_k),
         "nystrom": lambda: nystrom_attention(q, k, v, landmarks=6, conv=module.conv),
         "reformer": lambda: reformer_attention(q, v, rotations=module.rotations, chunk=4),
-        "window": lambda: window_attention(q, k, v, width=3),
+        "window": lambda: sliding_window_attention(q, k, v, width=3),
     }[name]()
     expected = module.out(heads.transpose(1, 2).flatten(2))
     torch.testing.assert_close(module(x), expected, rtol=1e-12, atol=1e-12)
@@ -461,7 +461,7 @@ def test_flops_agree_with_the_counter(name, n, d):
         "linformer": lambda: linformer_attention(q, k, v, project_k=torch.randn(1, 9, n)),
         "nystrom": lambda: nystrom_attention(q, k, v, landmarks=9, steps=3),
         "reformer": lambda: reformer_attention(q, v, rotations=torch.randn(1, 3, d, 4), chunk=7),
-        "window": lambda: window_attention(q, k, v, width=5),
+        "window": lambda: sliding_window_attention(q, k, v, width=5),
     }[name]
     with FlopCounterMode(display=False) as counter:
         call()
@@ -495,7 +495,7 @@ def test_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="impl must be"):
         reformer_attention(q, v, rotations=rotations, impl="quick")
     with pytest.raises(ValueError, match="width must be an integer >= 1"):
-        window_attention(q, k, v, width=0)
+        sliding_window_attention(q, k, v, width=0)
     with pytest.raises(ValueError, match="name is 'sparkling'"):
         attention_flops("sparkling", 3, 3)
 

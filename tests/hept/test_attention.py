@@ -683,10 +683,37 @@ def test_per_sample_gradients():
             torch.testing.assert_close(found[name][i], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_compiles():
-    module, inputs = layer(), layer_inputs()
-    compiled = torch.compile(module, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs), module(*inputs), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"codes": "features"}, {"combine": "union"},
+                                     {"kernel": "softmax"}])
+def test_compiles_in_one_piece(options):
+    """With a mask, at lengths below and above a block, values and gradients as without."""
+    module, (x, coords, mask) = layer(**options), layer_inputs()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for n in (x.shape[1], x.shape[1] - 3, 5):
+        cloud = x[:, :n].clone().requires_grad_(), coords[:, :n], mask[:, :n]
+        found, expected = ([out := run(*cloud), *torch.autograd.grad(out.sin().sum(), [cloud[0], *module.parameters()])]
+                           for run in (compiled, module))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()
+
+
+def operands(masked):
+    q, k, v, *orders = make(dtype=torch.float32)
+    rows = [x.flatten(0, 1).requires_grad_() for x in (q, k, v)]
+    real = torch.rand(len(rows[0]), q.shape[2], generator=source(3)) < 0.7 if masked else None
+    return *rows, *(order.flatten(1, 2) for order in orders), real, 0.0, False, False, 4
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operator_is_one_for_torch(masked):
+    """Schema, shapes without values, gradient, and tracing with sizes that change, by torch's own check."""
+    torch.library.opcheck(attention._operator, operands(masked))
+
+
+def test_the_operator_refuses_what_is_no_permutation():
+    q, k, v, order, _, real, *options = operands(False)
+    with pytest.raises(ValueError, match="permutations"):
+        attention._operator(q, k, v, order, order + 1, real, 0.0, True, *options[2:])
 
 
 @pytest.mark.gpu
