@@ -964,9 +964,9 @@ def _loop_orders(order_q, order_k, real):
     return _real_first(order_q, real), _real_first(order_k, real), real.sum(1)
 
 
-def _in_loop(q, k, v, order_q, order_k, real, floor, check, options):
+def _in_loop(kernels, q, k, v, order_q, order_k, real, floor, check, options):
     "As `_in_tiles`; the last result is the nearest key's exponent."
-    kernels, sizes = c_kernels(_SOURCE, q), _sizes(order_q, q, v, options)
+    sizes = _sizes(order_q, q, v, options)
     if check and any(kernels("permutations", x.contiguous(), sizes) for x in (order_q, order_k)):
         _check_entries(q, k, v, order_q, order_k)
     blank = q.new_empty if real is None else q.new_zeros  # masked points stay 0
@@ -977,24 +977,22 @@ def _in_loop(q, k, v, order_q, order_k, real, floor, check, options):
     return out, whole, near
 
 
-def _loop_gradients(grad, q, k, v, order_q, order_k, real, out, whole, near, options):
+def _loop_gradients(kernels, grad, q, k, v, order_q, order_k, real, out, whole, near, options):
     "As `_tile_gradients`."
     gradients = [torch.empty_like(x) if real is None else torch.zeros_like(x) for x in (q, k, v)]
-    c_kernels(_SOURCE, q)("backward", grad.contiguous(), q, k, v, *_loop_orders(order_q, order_k, real), out, whole, near,
-                          *gradients, _sizes(order_q, q, v, options))
+    kernels("backward", grad.contiguous(), q, k, v, *_loop_orders(order_q, order_k, real), out, whole, near, *gradients,
+            _sizes(order_q, q, v, options))
     return gradients
 
 
-_LOOP = _in_loop, _loop_gradients
-
-
 def _form(x):
-    "The loop where there is one."
-    return _TILES if _loops(x) is None else _LOOP
+    "The loop where there is one; the backward pass keeps the kernels of the forward pass."
+    kernels = _loops(x)
+    return _TILES if kernels is None else (partial(_in_loop, kernels), partial(_loop_gradients, kernels))
 
 # %% ../../nbs/hept/32_attention.ipynb #32oper02
 class _BlockAttention(torch.autograd.Function):
-    "A form, `_TILES` or `_LOOP`, with its gradient."
+    "What `_form` gives, one pass and the other, as one operation."
 
     @staticmethod
     def forward(ctx, form, floor, check, options, *inputs):
