@@ -109,7 +109,7 @@ def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: boo
 
 # %% ../../nbs/baselines/26_transformers.ipynb #5c09b8c4
 def performer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"], *,
-                        features: Float[Tensor, "h m d"],
+                        features: Float[Tensor, "#h m d"],
                         mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b h n e"]:
     """Softmax attention estimated by positive random features (FAVOR+); O(n m (d + e)). Performer, Eq 5-7.
 
@@ -275,7 +275,7 @@ def _convolved(v, filters):
 
 # %% ../../nbs/baselines/26_transformers.ipynb #a4adfef4
 def lsh_buckets(x: Float[Tensor, "b h n d"], rotations: Float[Tensor, "#h r d w"],
-                buckets: Int[Tensor, "b"] | int) -> Int[Tensor, "b h r n"]:
+                buckets: Int[Tensor, "*b"] | int) -> Int[Tensor, "b h r n"]:
     """Angular hash of points: the largest of +-(x . rotation). Reformer, Sec 2, "LSH attention".
 
     Args:

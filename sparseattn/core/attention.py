@@ -213,7 +213,7 @@ def _real(x, mask):
     return x if mask is None or x.shape[2] != mask.shape[1] else x.masked_fill(~mask[:, None, :, None], 0)
 
 # %% ../../nbs/core/00_attention.ipynb #61f18bf6
-def hide_masked(x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b n c"]:
+def hide_masked(x: Float[Tensor, "b *points c"], mask: Bool[Tensor, "b *points"] | None) -> Float[Tensor, "b *points c"]:
     """Points with the masked ones set to 0, whatever they held.
 
     Example:

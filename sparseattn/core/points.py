@@ -15,7 +15,7 @@ from torch import Tensor
 from .attention import check_choice, check_count, check_mask, check_points, has_values, hide_masked, uncompiled
 
 # %% ../../nbs/core/04_points.ipynb #a4c1943f
-def squared_distance(a: Float[Tensor, "*shape c"], b: Float[Tensor, "*shape c"]) -> Float[Tensor, "*shape"]:
+def squared_distance(a: Float[Tensor, "*#shape c"], b: Float[Tensor, "*#shape c"]) -> Float[Tensor, "..."]:
     """Squared Euclidean distances, summed over the coordinates in their order; shapes broadcast.
 
     Example:

@@ -356,7 +356,7 @@ class _FewKeys(torch.autograd.Function):
         return to_q.transpose(1, 2) if by_point else to_q, to_rows, None, None
 
 # %% ../../nbs/core/07_tiles.ipynb #a0e837c2
-def few_keys_attention(q: Float[Tensor, "b h n d"], rows: Float[Tensor, "b h m d+e"], *,
+def few_keys_attention(q: Float[Tensor, "b h n d"], rows: Float[Tensor, "b h m both"], *,
                        scale: float | None = None, look: Callable | None = None) -> Float[Tensor, "b h n e"]:
     """Softmax attention of every query to m keys, which stand side by side with their values; O(n m).
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_mask,
@@ -112,7 +112,7 @@ def _check_tensor(name, x, dims):
                         f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
 
 # %% ../../nbs/pat/60_layers.ipynb #7de935c5
-def channel_shuffle(x: Float[Tensor, "*shape c"], groups: int) -> Float[Tensor, "*shape c"]:
+def channel_shuffle(x: Shaped[Tensor, "*shape c"], groups: int) -> Shaped[Tensor, "*shape c"]:
     """Channels of the groups interleaved: first of each group, second of each group, and so on.
 
     PAT, Eq 9 and 10; `channel_shuffle(., c // groups)` undoes it.
