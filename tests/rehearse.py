@@ -18,7 +18,7 @@ LENGTHS = {"steps": 2, "epoch": 1, "probe": 1, "warm-up": 1}
 AT, READ = study.Study.at, study.records
 
 
-def settings(one: study.Study, scale: str, seeds: int) -> dict:
+def settings(one: study.Study, scale: str, seeds: int = 1) -> dict:
     """The recipe of a scale, the data of smoke, and two steps."""
     recipe = AT(one, scale)
     return AT(one, "smoke") | {name: recipe[name] for name in study.RECIPE} | LENGTHS | {"seeds": seeds}
