@@ -13,14 +13,19 @@ import inspect
 import io
 import logging
 import multiprocessing
+import os
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from .core.attention import check_choice
@@ -207,6 +212,47 @@ def _export(case):
     found, expected = (results(case, each, *cloud)[:1] for each in (program, case.module()))
     _same(found, expected, "exported", _rounding(case))
 
+# %% ../nbs/core/08_testing.ipynb #71fa2c90
+_TORCH = "aten", "prim", "prims", "profiler", "mkl", "mkldnn"
+
+
+class _Heard(TorchDispatchMode):
+    "Keeps the first call of each operator that is not torch's, with tensors without their history."
+    def __init__(self, gradients):
+        super().__init__()
+        self.gradients, self.calls = gradients, {}
+
+    def leaf(self, x):
+        return x.detach().requires_grad_(self.gradients and x.requires_grad) if isinstance(x, Tensor) else x
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        given = args, kwargs or {}
+        if operator.namespace not in _TORCH:
+            self.calls.setdefault(operator, pytree.tree_map(self.leaf, given))
+        return operator(*given[0], **given[1])
+
+
+@attention_property("opcheck")
+def _opcheck(case):
+    forwards, backwards = _Heard(gradients=True), _Heard(gradients=False)
+
+    def backend(graph, _):
+        def run(*given):
+            with forwards:
+                return graph(*given)
+        return run
+
+    torch.compiler.reset()
+    try:
+        out = torch.compile(case.module(), backend=backend)(*case.cloud())
+    finally:
+        torch.compiler.reset()
+    with backwards:
+        if out.requires_grad:
+            out.sum().backward()
+    for operator, given in (forwards.calls | backwards.calls).items():
+        torch.library.opcheck(operator, *given)
+
 # %% ../nbs/core/08_testing.ipynb #57b2cde9
 @attention_property("checkpoint")
 def _checkpoint(case):
@@ -292,39 +338,88 @@ def _threads(case):
         _same(a, b, "called from four threads at once", _rounding(case))
 
 # %% ../nbs/core/08_testing.ipynb #07f1f8b7
-def _answer(case, module, pipe):
-    "What a forked process does: call and send the output, or what went wrong."
+def _answer(pipe, work, *given):
+    "What a forked process does: work and send what came of it, or what went wrong."
     try:
         torch.set_num_threads(1)
-        pipe.send(results(case, module, *case.cloud())[0].tolist())
+        pipe.send(work(*given))
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
-def _forked(case, module, seconds=4):
-    "The answer of a forked process, None if there is none in time."
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(case, module, there), daemon=True)
-    child.start()
-    there.close()
+def _forked(work, *calls, seconds=4):
+    "The answers of forked processes, one for each call; None where there is none in time."
+    context, children = multiprocessing.get_context("fork"), []
     try:
-        return here.recv() if here.poll(seconds) else None
+        for given in calls:
+            here, there = context.Pipe(duplex=False)
+            children.append((here, context.Process(target=_answer, args=(there, work, *given), daemon=True)))
+            children[-1][1].start()
+            there.close()
+        return [here.recv() if here.poll(seconds) else None for here, _ in children]
     finally:
-        child.kill()
-        child.join()
+        for _, child in children:
+            child.kill()
+            child.join()
+
+
+def _third_time_lucky(attempt):
+    "The answers of the first attempt in which all came in time; an error that one of them is is raised."
+    for _ in range(3):
+        answers = attempt()
+        if wrong := [answer for answer in answers if isinstance(answer, str)]:
+            raise AssertionError(wrong[0])
+        if None not in answers:
+            return answers
+    raise AssertionError("three times forked processes did not answer")
 
 # %% ../nbs/core/08_testing.ipynb #ef47eedc
+def _output(case, module):
+    return results(case, module, *case.cloud())[0].tolist()
+
+
 @attention_property("fork")
 def _fork(case):
     module = case.module()
     results(case, module, *case.cloud())
-    answers = (_forked(case, module) for _ in range(3))
-    found = next((answer for answer in answers if answer is not None), "three forked processes did not answer")
-    if isinstance(found, str):
-        raise AssertionError(found)
+    found, = _third_time_lucky(lambda: _forked(_output, (case, module)))
     expected = results(case, module, *case.cloud())[0]
     _same([torch.tensor(found, dtype=expected.dtype)], [expected], "in a forked process", _rounding(case))
+
+# %% ../nbs/core/08_testing.ipynb #9be1d407
+def _gradients_of(module, x, coords, seed):
+    module.zero_grad()
+    torch.manual_seed(seed)
+    module(x, coords).sin().sum().backward()
+    return [p.grad for p in module.parameters() if p.requires_grad]
+
+
+def _trained_together(case, rank, store):
+    "The mean gradients of two processes, as this one of them sees it after two steps."
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
+    module = DistributedDataParallel(case.module(seed=rank))
+    for _ in range(2):
+        found = _gradients_of(module, *(part[rank, None] for part in case.cloud()), case.seed)
+    return [gradient.tolist() for gradient in found]
+
+
+@attention_property("DDP")
+def _distributed(case):
+    if not any(p.requires_grad for p in case.module().parameters()):
+        return
+
+    def attempt():
+        with tempfile.TemporaryDirectory() as folder:
+            calls = ((case, rank, f"{folder}/store") for rank in (0, 1))
+            return _forked(_trained_together, *calls, seconds=10)
+
+    clouds = ([part[rank, None] for part in case.cloud()] for rank in (0, 1))
+    alone = [_gradients_of(case.module(), *cloud, case.seed) for cloud in clouds]
+    expected = [(a + b) / 2 for a, b in zip(*alone, strict=True)]
+    for answer in _third_time_lucky(attempt):
+        found = [torch.tensor(gradient, dtype=case.dtype) for gradient in answer]
+        _same(found, expected, "two processes that train together", _rounding(case))
 
 # %% ../nbs/core/08_testing.ipynb #609220c4
 def _copied(case, copied):

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,38 @@ def test_examples(name, monkeypatch):
     found = doctest.testmod(importlib.import_module(name), report=False)
     assert found.failed == 0
     plt.close("all")
+
+
+TYPED = """
+import doctest, sys
+from beartype import BeartypeConf, beartype
+from jaxtyping import install_import_hook
+
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is taken where a float is asked for
+sys.modules["checked"] = type(sys)("checked")
+sys.modules["checked"].function = checked
+with install_import_hook("sparseattn", "checked.function"):
+    import importlib
+    modules = [importlib.import_module(name) for name in sys.argv[1:]]
+sys.exit(any([doctest.testmod(module).failed for module in modules]))
+"""
+
+
+def test_examples_with_annotations_checked():
+    """What a function is given and returns in the examples is what its annotations say, inside of the package too."""
+    run = subprocess.run([sys.executable, "-c", TYPED, *MODULES], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+
+
+def test_code_in_the_readme(monkeypatch):
+    """One block after the other, with fewer points and a backend of `torch.compile` that needs no compiler."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module: compiled(module, backend="aot_eager", fullgraph=True))
+    text, names = (ROOT / "README.md").read_text(encoding="utf-8"), {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block.replace("60_000", "600"), names)
+    assert names["loss"].isfinite() and 0 < names["infos"][0].density < 1
+    torch.compiler.reset()
 
 
 LIBRARY = [m for m in MODULES if m.count(".") == 2 and m.split(".")[1] in ("core", "hept", "sbm", "sampled")]

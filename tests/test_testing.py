@@ -122,6 +122,20 @@ class WrongExport(Good):
         return out * 2 if torch.compiler.is_exporting() else out
 
 
+@torch.library.custom_op("tests::columns", mutates_args=())
+def _columns(x: torch.Tensor) -> torch.Tensor:
+    return x.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+_columns.register_fake(torch.empty_like)  # which says that rows are contiguous
+_columns.register_autograd(lambda _, grad: grad)
+
+
+class WrongLayout(Good):
+    def finish(self, x, out):
+        return _columns(out) if torch.compiler.is_dynamo_compiling() else out
+
+
 class WrongRecomputation(Good):
     def attend(self, q, k, v, mask):
         recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -191,6 +205,12 @@ class DiesInAFork(Good):
         return out
 
 
+class OtherOnEachProcess(Good):
+    def finish(self, x, out):
+        together = not torch.compiler.is_compiling() and torch.distributed.is_initialized()
+        return out * torch.distributed.get_rank() if together else out
+
+
 class NoDeepcopy(Good):
     def __deepcopy__(self, memo):
         raise TypeError("not twice")
@@ -227,14 +247,15 @@ FAULTS = {
     WholeBlocks: {"lengths"},
     OnePointIsNaN: {"lengths"},
     GoesByPlace: {"equivariance"},
-    UnusedParameter: {"gradients"},
-    DetachedKeys: {"gradients", "double backward"},  # what is differentiated is not the derivative either
+    UnusedParameter: {"gradients", "DDP"},
+    DetachedKeys: {"gradients", "double backward", "DDP"},  # what is differentiated is not the derivative either
     DropsAPoint: {"heard"},
-    CountsItsCalls: {"repeats", "checkpoint", "threads"},  # calls differ by how many there were before
+    CountsItsCalls: {"repeats", "checkpoint", "threads", "DDP"},  # calls differ by how many there were before
     AsksTheHost: {"compile", "export"},
     BreaksTheGraph: {"compile"},
     WrongAtOtherLengths: {"compile"},
     WrongExport: {"export"},
+    WrongLayout: {"opcheck"},
     WrongRecomputation: {"checkpoint"},
     NoFunctionalTransforms: {"func.grad"},
     WrongSecondDerivative: {"double backward"},
@@ -242,10 +263,11 @@ FAULTS = {
     CoarseInBfloat: {"autocast bf16"},
     OtherInThreads: {"threads"},
     DiesInAFork: {"fork"},
+    OtherOnEachProcess: {"DDP"},
     NoDeepcopy: {"deepcopy"},
     SharedCopy: {"deepcopy"},
     NoPickle: {"pickle"},
-    KeepsDrawsToItself: {"state_dict"},
+    KeepsDrawsToItself: {"state_dict", "DDP"},
 }
 
 

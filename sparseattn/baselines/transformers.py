@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from sparseattn.core.attention import (
-    AttentionInfo, check_count, check_qkv, checked_cloud, dense_attention, has_values, masked_softmax,
-    merge_attention)
+from ..core.attention import (AttentionInfo, check_count, check_qkv, checked_cloud, dense_attention,
+                                       has_values, masked_softmax, merge_attention)
 from ..core.transformer import attention_flops, head_channels, register_attention
 
 # %% ../../nbs/baselines/26_transformers.ipynb #acbbe536

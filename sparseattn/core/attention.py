@@ -67,8 +67,15 @@ def transformed(*inputs) -> bool:
         (tensor([1., 1.]), False)
     """
     if torch.compiler.is_compiling():
-        return False
+        return _within_transform()
     return any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in inputs)
+
+
+def _within_transform():
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+_within_transform._dynamo_marked_constant = True  # as `torch.compiler.assume_constant_result`, which loads the compiler
 
 
 def sees_values(x: Tensor, memory: bool = False) -> bool:
@@ -847,6 +854,6 @@ class AttentionInfo:
     """
     pattern: Tensor | None
     nnz: int
-    density: float
+    density: float | Tensor
     flops: int
     extra: dict = field(default_factory=dict)

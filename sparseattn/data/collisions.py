@@ -80,7 +80,7 @@ FIELD = 2.0                                    # tesla, along z
 _MM_PER_GEV = 1000 / (0.299792458 * FIELD)     # radius of the circle of a unit charge
 
 
-def helix(particles: dict[str, np.ndarray], arc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def helix(particles: dict[str, np.ndarray], arc: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
     """Where a charged particle is after an arc, and which way it flies; exact in a uniform field.
 
     Args:
@@ -198,7 +198,8 @@ def _arc(turning: np.ndarray, q: np.ndarray) -> np.ndarray:
     return 2 * q * np.where(np.abs(t) > 1e-8, arctan2(t, 1.0) / np.where(t == 0, 1, t), 1.0)
 
 
-def _arcs_to_line(particles: dict, turning: np.ndarray, normal: np.ndarray, distance: np.ndarray) -> np.ndarray:
+def _arcs_to_line(particles: dict, turning: np.ndarray, normal: np.ndarray | float,
+                  distance: np.ndarray | float) -> np.ndarray:
     """Both arcs (2, ...) to the line with this normal angle and distance from the origin; nan where there is none."""
     d = distance - particles["x"] * cos(normal) - particles["y"] * sin(normal)
     cosine, sine = cos(particles["phi"] - normal), sin(particles["phi"] - normal)
@@ -208,7 +209,7 @@ def _arcs_to_line(particles: dict, turning: np.ndarray, normal: np.ndarray, dist
         return np.where(q > 0, _arc(turning, q), np.nan)
 
 # %% ../../nbs/data/15_collisions.ipynb #2310ba39
-def arc_to_radius(particles: dict[str, np.ndarray], radius: float) -> np.ndarray:
+def arc_to_radius(particles: dict[str, np.ndarray], radius: np.ndarray | float) -> np.ndarray:
     """The arc at which a helix first leaves the cylinder of this radius around the beam; exact.
 
     Args:

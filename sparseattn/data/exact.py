@@ -14,7 +14,7 @@ from decimal import Decimal, localcontext
 import numpy as np
 
 # %% ../../nbs/data/19_exact.ipynb #c1965273
-def _horner(x: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
+def _horner(x: np.ndarray | float, coefficients: Sequence[float]) -> np.ndarray:
     """A polynomial, highest power first, in the dtype of x."""
     total = np.full_like(x, coefficients[0])
     for one in coefficients[1:]:
@@ -27,7 +27,7 @@ _LN2 = (0.693147180369123816490, 1.90821492927058770002e-10)
 _EXP = [1 / math.factorial(k) for k in range(13, 1, -1)]
 
 
-def exp(x: np.ndarray | float) -> np.ndarray:
+def exp(x: np.ndarray | float) -> np.ndarray | float:
     """e^x, within 2 ulp of it, the same bits on every processor.
 
     Args:
@@ -46,7 +46,7 @@ def exp(x: np.ndarray | float) -> np.ndarray:
 _LOG = [2 / k for k in range(23, 1, -2)]
 
 
-def log(x: np.ndarray | float) -> np.ndarray:
+def log(x: np.ndarray | float) -> np.ndarray | float:
     """The natural logarithm, within 3 ulp of it, the same bits on every processor.
 
     Args:
@@ -69,7 +69,7 @@ _HALF_PI = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624879595
 _SIN = [(-1) ** k / math.factorial(2 * k + 1) for k in range(11, 0, -1)]
 
 
-def _sine_of_rest(x: np.ndarray, j: np.ndarray, half: np.ndarray) -> np.ndarray:
+def _sine_of_rest(x: np.ndarray | float, j: np.ndarray | float, half: np.ndarray | float) -> np.ndarray | float:
     """(-1)^half sin(x - j pi/2)."""
     r = ((x - j * _HALF_PI[0]) - j * _HALF_PI[1]) - j * _HALF_PI[2]
     z = r * r
@@ -77,7 +77,7 @@ def _sine_of_rest(x: np.ndarray, j: np.ndarray, half: np.ndarray) -> np.ndarray:
     return sign * (r + r * z * _horner(z, _SIN))
 
 # %% ../../nbs/data/19_exact.ipynb #6c6fc491
-def sin(x: np.ndarray | float) -> np.ndarray:
+def sin(x: np.ndarray | float) -> np.ndarray | float:
     """The sine, within 2 ulp of 1, the same bits on every processor.
 
     Args:
@@ -92,7 +92,7 @@ def sin(x: np.ndarray | float) -> np.ndarray:
     return _sine_of_rest(x, 2 * k, k)
 
 
-def cos(x: np.ndarray | float) -> np.ndarray:
+def cos(x: np.ndarray | float) -> np.ndarray | float:
     """The cosine, within 2 ulp of 1, the same bits on every processor.
 
     Args:
@@ -110,7 +110,7 @@ def cos(x: np.ndarray | float) -> np.ndarray:
 _ARCTAN = [(-1) ** k / (2 * k + 1) for k in range(11, 0, -1)]
 
 
-def arctan2(y: np.ndarray | float, x: np.ndarray | float) -> np.ndarray:
+def arctan2(y: np.ndarray | float, x: np.ndarray | float) -> np.ndarray | float:
     """The angle of (x, y), within 6 ulp of it, the same bits on every processor.
 
     Args:

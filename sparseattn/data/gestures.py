@@ -241,7 +241,7 @@ def _hands(right_x, right_y, left_x, left_y) -> np.ndarray:
     return np.stack(np.broadcast_arrays(right_x, right_y, left_x, left_y), -1).reshape(-1, 2, 2)
 
 
-def _one(side: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _one(side: int, x: np.ndarray | float, y: np.ndarray | float) -> np.ndarray:
     """One arm moves (side -1: the right one, mirrored), the other hangs."""
     return _hands(-x, y, 22.0, 46.0) if side < 0 else _hands(-22.0, 46.0, x, y)
 
@@ -341,9 +341,9 @@ class _Capsule:
 
     begin: np.ndarray
     end: np.ndarray
-    radius: float
-    grey: float
-    stripes: float = 0.0
+    radius: np.float32
+    grey: np.float32
+    stripes: np.float32
 
 
 def _figure(person: Subject, hands: np.ndarray, sway: np.ndarray) -> list[_Capsule]:

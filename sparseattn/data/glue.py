@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 from torch import Tensor
 
 from .cache import data_path, have_data
@@ -447,13 +447,14 @@ class Encoded:
         labels: (m,) int64.
 
     Example:
-        >>> one = Encoded(torch.tensor([2, 9, 3]), torch.zeros(3), torch.tensor([0, 3]), torch.tensor([1]))
+        >>> tokens, segments = torch.tensor([2, 9, 3]), torch.zeros(3, dtype=torch.uint8)
+        >>> one = Encoded(tokens, segments, torch.tensor([0, 3]), torch.tensor([1]))
         >>> one.batch(torch.tensor([0]))["tokens"].tolist()
         [[2, 9, 3]]
     """
 
     tokens: Int[Tensor, "total"]
-    segments: Int[Tensor, "total"]
+    segments: Integer[Tensor, "total"]
     offsets: Int[Tensor, "m1"]
     labels: Int[Tensor, "m"]
 

@@ -18,7 +18,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -721,8 +721,8 @@ def build_toy(path: str | Path | None = None, *, count: int = 160, seeds: Sequen
     return arrays
 
 # %% ../../nbs/data/18_peptides.ipynb #475fe86e
-def _set(name: str, source: str, graphs: dict[str, np.ndarray], targets: np.ndarray, names: Sequence[str],
-         ids: Sequence[str], repeats: np.ndarray | None = None) -> Peptides:
+def _set(name: str, source: str, graphs: dict[str, np.ndarray], targets: np.ndarray, names: Iterable[str],
+         ids: Iterable[str], repeats: np.ndarray | None = None) -> Peptides:
     """A set from arrays."""
     kinds = {"atoms": np.uint8, "bonds": np.int16, "kinds": np.uint8, "atom_end": np.int64, "bond_end": np.int64}
     rows = {key: torch.from_numpy(np.asarray(graphs[key], kind)) for key, kind in kinds.items()}

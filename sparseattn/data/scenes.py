@@ -108,7 +108,7 @@ def kind_of(title: str, group: str, category: str = "") -> str:
     return ""
 
 # %% ../../nbs/data/13_scenes.ipynb #323d2e5e
-def metres(largest: float, kind: str, units: Sequence[float] = (0.01, 1.0)) -> float:
+def metres(largest: float | np.floating, kind: str, units: Sequence[float] = (0.01, 1.0)) -> float | np.floating:
     """How many metres one unit of a model is.
 
     Args:
@@ -193,12 +193,12 @@ class Furniture:
         return make(self.shapes, model, density, rng)
 
 # %% ../../nbs/data/13_scenes.ipynb #5fed3863
-def _box_area(size: Sequence[float]) -> float:
+def _box_area(size: Sequence[float] | np.ndarray) -> float:
     x, y, z = size
     return 2 * (x * y + y * z + x * z)
 
 
-def _local(x: np.ndarray, low: np.ndarray, high: np.ndarray, size: Sequence[float]) -> np.ndarray:
+def _local(x: np.ndarray, low: np.ndarray, high: np.ndarray, size: Sequence[float] | np.ndarray) -> np.ndarray:
     """To metres: footprint centred, bottom at 0; low and high are the model's corners in its own unit."""
     factor = max(size) / (high - low).max()
     return (x - [(low[0] + high[0]) / 2, (low[1] + high[1]) / 2, low[2]]) * factor
@@ -316,7 +316,7 @@ def _home_furniture(meshes: MeshSet) -> Furniture:
     return _furniture("sweethome", rows, meshes)
 
 # %% ../../nbs/data/13_scenes.ipynb #eb610118
-def box_points(low: Sequence[float], high: Sequence[float], density: float,
+def box_points(low: Sequence[float] | np.ndarray, high: Sequence[float] | np.ndarray, density: float,
                rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Points spread evenly over the six faces of a box.
 
@@ -433,7 +433,7 @@ _RECIPES = {"table": _draw_table, "bookcase": _draw_bookcase, "sofa": _draw_sofa
             "column": _draw_column, "beam": _draw_beam}
 
 
-def draw_thing(kind: str, room: Sequence[float], rng: np.random.Generator) -> Drawn:
+def draw_thing(kind: str, room: Sequence[float] | np.ndarray, rng: np.random.Generator) -> Drawn:
     """A thing made of boxes.
 
     Args:
@@ -504,7 +504,7 @@ class Layout:
     seeds: tuple[int, int, int]
 
 # %% ../../nbs/data/13_scenes.ipynb #756c92a7
-def _half(size: Sequence[float], turn: float) -> np.ndarray:
+def _half(size: Sequence[float] | np.ndarray, turn: float) -> np.ndarray:
     """Half widths in x and y of a turned box."""
     c, s = abs(cos(turn)), abs(sin(turn))
     return np.array([c * size[0] + s * size[1], s * size[0] + c * size[1]]) / 2
@@ -708,7 +708,7 @@ def sample_layout(furniture: Furniture, layout: Layout, density: float = 500.0) 
     return Surface(*columns, names)
 
 # %% ../../nbs/data/13_scenes.ipynb #39e57537
-def visible(points: np.ndarray, normals: np.ndarray, eye: Sequence[float], *, step: float = 3.0,
+def visible(points: np.ndarray, normals: np.ndarray, eye: Sequence[float] | np.ndarray, *, step: float = 3.0,
             slack: float = 0.05) -> np.ndarray:
     """Which points a scanner sees, by the nearest surface in each cone.
 

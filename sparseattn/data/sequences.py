@@ -135,7 +135,7 @@ def batches(part: Part, batch_size: int, *, generator: torch.Generator | None = 
         yield {"tokens": part.tokens[rows][..., :longest].long(), "mask": mask, "labels": part.labels[rows]}
 
 # %% ../../nbs/data/16_sequences.ipynb #b29e4a8a
-def _part(sequences: Sequence[np.ndarray], labels: Sequence[int], max_length: int) -> Part:
+def _part(sequences: Sequence[np.ndarray], labels: Sequence[int] | np.ndarray, max_length: int) -> Part:
     """Sequences of uint8 cut to `max_length` and padded."""
     tokens = np.zeros((len(sequences), max_length), np.uint8)
     lengths = np.array([min(len(one), max_length) for one in sequences], np.int64)
@@ -250,7 +250,7 @@ def listops_encode(expression: str) -> np.ndarray:
         raise ValueError(f"expression: expected digits, {', '.join(_OPERATORS)} and ], got {error}") from None
 
 
-def listops_decode(tokens: Sequence[int]) -> str:
+def listops_decode(tokens: Sequence[int] | np.ndarray) -> str:
     """The expression that the tokens spell; padding is skipped.
 
     Example:
@@ -371,7 +371,7 @@ def listops_expressions(count: int, rng: np.random.Generator, *, max_depth: int 
             "drawn": np.array(drawn)}
 
 # %% ../../nbs/data/16_sequences.ipynb #4744c6ad
-def listops_solve(tokens: Sequence[int]) -> int:
+def listops_solve(tokens: Sequence[int] | np.ndarray) -> int:
     """The value of an expression, by reading it from left to right.
 
     Args:
@@ -1640,7 +1640,7 @@ def _image(source: str, counts: dict, max_length: int | None, seed: int, how: di
         parts = {}
         for part, count in _sizes(counts, _TOY_SIZES).items():
             rng, labels = np.random.default_rng([seed, _PARTS.index(part)]), np.arange(count) % 10
-            parts[part] = _pixels(np.stack([_toy_image(rng, label, side) for label in labels]), labels, side)
+            parts[part] = _pixels(np.stack([_toy_image(rng, int(label), side) for label in labels]), labels, side)
         return f"toy gratings, generated at {side} pixels", 256, 10, parts
     path = _find("image", source, how["root"])
     if source == "jpeg":
@@ -1670,7 +1670,7 @@ def _retrieval(source: str, counts: dict, max_length: int | None, seed: int, how
         length = max_length or 192
         for part, count in _sizes(counts, _TOY_SIZES).items():
             rng, labels = np.random.default_rng([seed, _PARTS.index(part)]), np.arange(count) % 2
-            pairs = [[text_tokens(text) for text in _toy_pair(rng, label, length)] for label in labels]
+            pairs = [[text_tokens(text) for text in _toy_pair(rng, int(label), length)] for label in labels]
             parts[part] = _part_of_pairs(pairs, labels, length)
         return "toy pairs of documents, generated", 257, 2, parts
     path, length = _find("retrieval", source, how["root"]), max_length or 4000

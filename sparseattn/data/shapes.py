@@ -317,7 +317,7 @@ def name_family(name: str) -> str:
     return re.sub(r"[^a-z]+", "_", re.sub(r"\d+(\.\d+)?(mm)?x?", "", name.lower())).strip("_")
 
 # %% ../../nbs/data/12_shapes.ipynb #fd5b8d1c
-def held_out(labels: Sequence[int], families: Sequence[str], *, by: str = "family", share: float = 0.2,
+def held_out(labels: Sequence[int] | np.ndarray, families: Sequence[str], *, by: str = "family", share: float = 0.2,
              seed: int = 0) -> np.ndarray:
     """Which shapes are for testing.
 

@@ -1104,10 +1104,10 @@ def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=F
     orders = [order.flatten(1, 2) for order in (order_q, order_k)]
     options, floor = {"union": combine == "union", "block_size": min(block_size, n)}, len(order_q) * floor
     rows = [x.flatten(0, 1).contiguous() for x in (q, k, v)]
-    if torch.compiler.is_compiling():
-        out = _operator(*rows, *orders, real, floor, check, **options)[0]
-    elif transformed(*rows, *orders):
+    if transformed(*rows, *orders):
         out = _composed_of(*orders, real, floor, options)(*rows)
+    elif torch.compiler.is_compiling():
+        out = _operator(*rows, *orders, real, floor, check, **options)[0]
     else:
         out = _BlockAttention.apply(form or _form(q), floor, check, options, *rows, *orders, real)
     return out.view(batch, heads, n, -1)

@@ -376,7 +376,7 @@ def euclid_hat(z, s: float, d: int):
     return betainc((d + 1) / 2, 0.5, np.clip(1 - (np.asarray(z, dtype=np.float64) / s) ** 2, 0, 1))
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #35714867
-def product_triangular(delta: np.ndarray, width: float) -> np.ndarray:
+def product_triangular(delta: np.ndarray, width: float) -> np.ndarray | float:
     """prod_j (1 - |delta_j|/width)_+: positive definite in every dimension, zero beyond distance width * sqrt(d).
 
     Args:
@@ -650,7 +650,7 @@ def _table_match(z, r, functions):
     return collision_probability(z, np.asarray(r, dtype=np.float64)[..., None]) ** functions
 
 
-def union_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
+def union_error(system: BallSystem, r, functions: int, tables) -> np.ndarray | float:
     """Squared error E[(1 - p^m)^m1 k^2] when each matched pair is used once (HEPT Theorems 3.4 and 3.5, proofs).
 
     Args:
@@ -670,7 +670,7 @@ def union_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
     return (system.near_weight * system.kernel**2 * (1 - q) ** np.asarray(tables)[..., None]).sum(-1)
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #73c247c7
-def sum_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
+def sum_error(system: BallSystem, r, functions: int, tables) -> np.ndarray | float:
     """Squared error E[(m1 q(1-q) + (m1 q - 1)^2) k^2] when the outputs of the tables are added
     (HEPT Lemma D.2, step 3).
 
@@ -691,7 +691,7 @@ def sum_error(system: BallSystem, r, functions: int, tables) -> np.ndarray:
     return (system.near_weight * system.kernel**2 * (t * q * (1 - q) + (t * q - 1) ** 2)).sum(-1)
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #6821f4ba
-def union_work(system: BallSystem, r, functions: int, tables) -> tuple[np.ndarray, np.ndarray]:
+def union_work(system: BallSystem, r, functions: int, tables) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Expected distinct matches and look-ups, per pair of points, of the de-duplicated union of m1 tables.
 
     Args:
@@ -713,7 +713,7 @@ def union_work(system: BallSystem, r, functions: int, tables) -> tuple[np.ndarra
     return (system.every_weight * match).sum(-1), (system.every_weight * lookups).sum(-1)
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #7ddca359
-def union_flops(system: BallSystem, r, functions: int, tables) -> np.ndarray:
+def union_flops(system: BallSystem, r, functions: int, tables) -> np.ndarray | float:
     """FLOPs of OR & AND attention over the de-duplicated union, everything counted:
     hashing, keys, look-ups, kernel, products.
 

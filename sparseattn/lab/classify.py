@@ -202,7 +202,7 @@ def by_task(study: Study) -> Study:
 
     Example:
         >>> rows = {"a: rule": dict(floor=True, task="a", rule="constant")}
-        >>> by_task(classification("two", "two tasks", rows, {}, None, None)).name
+        >>> by_task(classification("two", "two tasks", rows, {}, dict, torch.nn.Linear)).name
         'two'
     """
     def of_row(function):

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Shaped
 from scipy import optimize, stats
 
 # %% ../../nbs/lab/82_decide.ipynb #db56450b
@@ -92,7 +91,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half, sd / math.sqrt(n), sd, n, level=level)
 
 # %% ../../nbs/lab/82_decide.ipynb #4c052f03
-Table = Mapping | np.ndarray         # {seed: (items, ...)}, or (items, ...) of a rule that no seed enters
+Table = Mapping | Sequence | np.ndarray         # {seed: (items, ...)}, or (items, ...) of a rule that no seed enters
 
 
 def _row(name, outcomes):
@@ -221,7 +220,7 @@ class McNemar(NamedTuple):
     p: float
 
 
-def mcnemar(a: Shaped[np.ndarray, "items"], b: Shaped[np.ndarray, "items"]) -> McNemar:
+def mcnemar(a: Sequence | np.ndarray, b: Sequence | np.ndarray) -> McNemar:
     """McNemar's exact test of two networks on the same items.
 
     Args:

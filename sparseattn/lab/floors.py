@@ -174,7 +174,7 @@ def floor_rows(train: tuple, test: tuple, names: Sequence[str] = ("constant", "r
         {name: outcomes}; for the random choice {name: {seed: outcomes}}.
 
     Example:
-        >>> floor_rows(([[0.0], [1.0]], [3, 7]), ([[0.9]], [7]), ["neighbour"])
+        >>> floor_rows(([[0.0], [1.0]], [3, 7]), ([[0.9]], np.array([7])), ["neighbour"])
         {'neighbour': array([ True])}
     """
     def row(name, seed=0):

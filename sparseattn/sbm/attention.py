@@ -284,7 +284,7 @@ class SBMAttention(nn.Module):
         Args:
             x: features. coords: taken, not used.
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
-            return_info: also what was computed, with the edges as pattern and the density.
+            return_info: also what was computed: the density, and the edges unless they are so many that a matrix is cheaper.
             generator: source of the draws; None, torch's own. In evaluation nothing is added to the probabilities.
 
         Returns:

@@ -697,6 +697,18 @@ def test_compiles_in_one_piece(options):
     torch.compiler.reset()
 
 
+def test_per_sample_gradients_compile():
+    module, (x, coords, _) = layer().double(), layer_inputs()
+
+    def loss(parameters, x, coords):
+        return torch.func.functional_call(module, parameters, (x[None], coords[None])).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
+    cloud = dict(module.named_parameters()), x.double(), coords.double()
+    torch.testing.assert_close(torch.compile(each, backend="aot_eager")(*cloud), each(*cloud), rtol=1e-9, atol=1e-10)
+    torch.compiler.reset()
+
+
 def operands(masked):
     q, k, v, *orders = make(dtype=torch.float32)
     rows = [x.flatten(0, 1).requires_grad_() for x in (q, k, v)]
