@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PRESENCE_RULES', 'check_values', 'has_values', 'transformed', 'sees_values', 'check_points', 'check_finite',
            'check_mask', 'check_count', 'check_choice', 'check_qkv', 'check_qkv_form', 'hide_masked', 'checked_cloud',
-           'attention_logits', 'dense_attention', 'masked_softmax', 'composed_gradients', 'fused_attention',
-           'edge_attention', 'pattern_attention', 'uncompiled', 'edge_products', 'straight_through_presence',
-           'merge_attention', 'AttentionInfo']
+           'checked_coords', 'attention_logits', 'dense_attention', 'masked_softmax', 'composed_gradients',
+           'fused_attention', 'edge_attention', 'pattern_attention', 'uncompiled', 'edge_products',
+           'straight_through_presence', 'merge_attention', 'AttentionInfo']
 
 # %% ../../nbs/core/00_attention.ipynb #667045bb
 import functools
@@ -262,13 +262,25 @@ def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | No
         return x, None
     if coords is None:
         raise ValueError(f"coords are needed, shape {(*x.shape[:2], coord_dims)}, got None")
+    return x, checked_coords(coords, mask, coord_dims, x.shape[:2])
+
+
+def checked_coords(coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | None, coord_dims: int = 0,
+                   points: Sequence[int] | None = None) -> Float[Tensor, "b n k"]:
+    """The part of `checked_cloud` for coordinates; `points`: (b, n) of the features beside them.
+
+    Example:
+        >>> checked_coords(torch.ones(1, 2, 3), torch.tensor([[True, False]])).sum(-1)
+        tensor([[3., 0.]])
+    """
     _check_form("coords", coords, 3)
-    expected = (*x.shape[:2], coord_dims or coords.shape[2])
+    expected = (*(points or coords.shape[:2]), coord_dims or coords.shape[2])
     if coords.shape != expected:
         raise ValueError(f"coords must have shape {expected}, got {tuple(coords.shape)}")
+    check_mask(mask, *coords.shape[:2])
     coords = hide_masked(coords, mask)
     check_finite("coords", coords)
-    return x, coords
+    return coords
 
 # %% ../../nbs/core/00_attention.ipynb #1b246d52
 def attention_logits(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], *, kernel: str = "softmax",

@@ -221,8 +221,8 @@ class Encoder(nn.Module):
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points return 0.
             all_layers: a list of the input and every layer's output instead.
             return_info: also a list of what the attention of each layer reports.
-            draw: passed to every attention, where it draws: `generator`, source of the draws; `order` of "sampled", one
-                for all layers; `noise` of "samsa".
+            draw: passed to every attention, where it draws: `generator`, source of the draws; `order` of "sampled" and "hept",
+                one for all layers; `noise` of "samsa".
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; a draw that the attention does not know.

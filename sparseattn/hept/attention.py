@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (
-    AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_qkv_form, checked_cloud,
+    AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_qkv_form, checked_cloud, checked_coords,
     composed_gradients, hide_masked, masked_softmax, transformed)
 from ..core.kernels import append_coordinates, softmax_as_gaussian
 from ..core.native import c_kernels
@@ -1134,9 +1134,9 @@ def _check_orders(q, k, **orders):
         if order.dim() != 4 or order.shape[0] == 0 or order.shape[1:] != q.shape[:3]:
             raise ValueError(f"{name} must have shape (tables, {', '.join(map(str, q.shape[:3]))}), "
                              f"got {tuple(order.shape)}")
-    first, second = orders.values()
-    if first.shape != second.shape:
-        raise ValueError(f"order_q and order_k must have one shape, got {tuple(first.shape)} and {tuple(second.shape)}")
+    shapes = [tuple(order.shape) for order in orders.values()]
+    if shapes[0] != shapes[-1]:
+        raise ValueError(f"{' and '.join(orders)} must have one shape, got {' and '.join(map(str, shapes))}")
 
 # %% ../../nbs/hept/32_attention.ipynb #32chec02
 def _check_entries(q, k, v, order_q, order_k):
@@ -1283,8 +1283,9 @@ class PointHash(_Draws):
                 mask: Bool[Tensor, "b n"] | None = None,
                 labels: Int[Tensor, "t b h n"] | None = None) -> list[Int[Tensor, "t b h n"]]:
         """Orders of queries and of keys in every table; `labels`: aux codes in place of those of the coordinates."""
-        q, k, directions = q.float(), k.float(), self.directions.float()
-        base = [raw_codes(x, directions[0]) for x in (q, k)]
+        directions, once = self.directions.float(), k is q and self.codes != "features"
+        q, k = q.float(), k.float()
+        base = [raw_codes(x, directions[0]) for x in ((q,) if once else (q, k))]
         if labels is not None:
             labels = [labels, labels]
         elif self.codes == "none":
@@ -1292,9 +1293,10 @@ class PointHash(_Draws):
         else:
             values = _aux_values(self.codes, q, k, coords, directions[1:])
             labels = _labels(values, self._bucket_counts(q.shape[0], q.shape[2], mask), mask, self.as_released)
-        if self.as_released:
-            return [released_order(b, label, base) for b, label in zip(base, labels, strict=True)]
-        return [sort_order(b, label, mask=mask) for b, label in zip(base, labels, strict=True)]
+        pairs = list(zip(base, labels, strict=not once))
+        orders = [released_order(b, label, base) if self.as_released else sort_order(b, label, mask=mask)
+                  for b, label in pairs]
+        return orders * 2 if once else orders
 
     def aux_labels(self, coords, mask=None):
         """Aux codes from coordinates, (tables, b, h, n)."""
@@ -1362,18 +1364,22 @@ def _centred(coords, mask):
 class _Parts(nn.Module):
     "Projections, decay and hash of the layer; `of_hash` are options of `PointHash`."
 
-    def __init__(self, dim, heads, head_dim, coord_dims, kernel, tied, decay, **of_hash):
+    def __init__(self, dim, heads, head_dim, coord_dims, kernel, tied, decay, hash_by, **of_hash):
         super().__init__()
         check_choice("kernel", kernel, ("hept", "softmax"))
+        check_choice("hash_by", hash_by, ("features", "coords"))
+        if hash_by == "coords" and of_hash["codes"] == "features":
+            raise ValueError("codes='features' needs hash_by='features'")
         self.heads, self.head_dim, self.kernel = heads, head_channels(dim, heads, head_dim), kernel
         channels = heads * self.head_dim
         self.query = nn.Linear(dim, channels, bias=False)
         self.key = None if tied else nn.Linear(dim, channels, bias=False)
         self.value, self.out = nn.Linear(dim, channels, bias=False), nn.Linear(channels, dim)
         self.decay = CoordinateDecay(heads, coord_dims, decay, self.head_dim) if kernel == "hept" else None
-        width = self.head_dim + (coord_dims if kernel == "hept" else 0)
+        self.hash_by, near = hash_by, hash_by == "coords"
+        width = coord_dims if near else self.head_dim + (coord_dims if kernel == "hept" else 0)
         self.hash = PointHash(heads, width, coord_dims=coord_dims, **of_hash)
-        self.coord_dims = coord_dims if kernel == "hept" or self.hash.codes == "coordinates" else 0
+        self.coord_dims = coord_dims if near or kernel == "hept" or self.hash.codes == "coordinates" else 0
 
     def _split(self, x):
         return x.view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
@@ -1385,14 +1391,48 @@ class _Parts(nn.Module):
             part = self._split(project(x.to(self.hash.directions.dtype) if cast else x))
         return part.to(torch.promote_types(part.dtype, torch.float32))
 
-    def _sorted(self, x, coords, mask, labels=None):
+    def _read(self, coords, mask):
+        "Coordinates as the layer takes them."
+        return _centred(coords, mask) if self.coord_dims and not self.hash.as_released else coords
+
+    def _hashed(self, q, k, coords, mask, labels=None):
+        "Orders of queries and of keys; by coordinates, both are one."
+        if self.hash_by == "coords":
+            q = k = coords[:, None].expand(-1, self.heads, -1, -1)
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            return self.hash(q, k, coords, mask, labels)
+
+    def order(self, coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "t b h n"]:
+        """The points of every table and head in the order of their hashes; needs `hash_by="coords"`.
+
+        Features are not heard, so layers and calls may share one sort of a cloud: `forward` takes it.
+
+        Args:
+            coords: coordinates, all in one unit.
+            mask: True = a real point; masked points come last.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_coords`; features are hashed too.
+
+        Example:
+            >>> layers = [HEPTAttention(32, 4, coord_dims=2, kernel="softmax", hash_by="coords") for _ in range(2)]
+            >>> x, coords = torch.randn(1, 500, 32), torch.rand(1, 500, 2)
+            >>> order = layers[0].order(coords)
+            >>> for layer in layers:
+            ...     x = x + layer(x, coords, order=order)
+        """
+        if self.hash_by != "coords":
+            raise ValueError(f"order needs hash_by='coords', got {self.hash_by!r}: features are hashed too")
+        coords = checked_coords(coords, mask, self.coord_dims)
+        return self._hashed(None, None, self._read(coords, mask), mask)[0]
+
+    def _sorted(self, x, coords, mask, labels=None, order=None):
         "Queries and keys of the Gaussian kernel, values, (b, h, n, d) each; orders of queries and of keys."
         q, v = self._projected(self.query, x), self._split(self.value(x))
         k = q if self.key is None else self._projected(self.key, x)
         if self.kernel == "hept":
             q, k = (append_coordinates(part, coords, self.decay()) for part in (q, k))
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            orders = self.hash(q, k, coords, mask, labels)
+        orders = self._hashed(q, k, coords, mask, labels) if order is None else (order, order)
         if self.kernel == "softmax":
             q, k = softmax_as_gaussian(q * self.head_dim**-0.25, k * self.head_dim**-0.25)
         return q, k, v, *orders
@@ -1413,6 +1453,8 @@ class HEPTAttention(_Parts):
         combine: "sum" (the paper) or "union", see `hept_attention`.
         codes: where aux codes come from: "coordinates" (the paper's choice), "features" (q and k), or "none" (OR only).
         kernel: "hept" (features and coordinates) or "softmax" (features alone).
+        hash_by: what E2LSH hashes: "features" (the paper: queries and keys, with their coordinates under its kernel), or
+            "coords" alone: queries and keys share an order, and so may layers, see `order`.
         tied: use one projection for queries and keys.
         decay: form of omega, see `CoordinateDecay`.
         floor: weight of a further key with value 0 in every table, see `hept_attention`.
@@ -1432,22 +1474,22 @@ class HEPTAttention(_Parts):
 
     def __init__(self, dim: int, heads: int, *, coord_dims: int, tables: int = 3, block_size: int = 100,
                  regions: float | None = None, head_dim: int | None = None, combine: str = "sum",
-                 codes: str = "coordinates", kernel: str = "hept", tied: bool = False, decay: str = "direct",
-                 floor: float = 0.0, as_released: bool = False, generator: torch.Generator | None = None):
+                 codes: str = "coordinates", kernel: str = "hept", hash_by: str = "features", tied: bool = False,
+                 decay: str = "direct", floor: float = 0.0, as_released: bool = False, generator: torch.Generator | None = None):
         _check_options(block_size, combine, floor)
-        super().__init__(dim, heads, head_dim, coord_dims, kernel, tied, decay, tables=tables, block_size=block_size,
-                         regions=regions, codes=codes, as_released=as_released, generator=generator)
+        super().__init__(dim, heads, head_dim, coord_dims, kernel, tied, decay, hash_by, tables=tables,
+                         block_size=block_size, regions=regions, codes=codes, as_released=as_released, generator=generator)
         self.block_size, self.combine, self.floor, self.as_released = block_size, combine, floor, as_released
 
     def extra_repr(self) -> str:
         """Options, for `print`."""
         return (f"heads={self.heads}, head_dim={self.head_dim}, tables={self.hash.directions.shape[1]}, "
                 f"block_size={self.block_size}, combine={self.combine!r}, kernel={self.kernel!r}, "
-                f"codes={self.hash.codes!r}, regions={self.hash.regions}")
+                f"hash_by={self.hash_by!r}, codes={self.hash.codes!r}, regions={self.hash.regions}")
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
-                labels: Int[Tensor, "t b h n"] | None = None):
+                labels: Int[Tensor, "t b h n"] | None = None, order: Int[Tensor, "t b h n"] | None = None):
         """Attention of every point to the points in its blocks; the same in training and in evaluation: nothing is drawn.
 
         Args:
@@ -1455,6 +1497,7 @@ class HEPTAttention(_Parts):
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
             return_info: also what was computed, see `block_info`.
             labels: aux codes of every table and head, in place of those that `codes` names.
+            order: of every table and head, for queries and keys, in place of hashing.
 
         Returns:
             `(b, n, c)`, dtype as `x`; with `return_info` a pair.
@@ -1468,15 +1511,16 @@ class HEPTAttention(_Parts):
             raise ValueError("mask: as_released knows none; as_released=False does")
         if self.as_released and x.shape[1] % self.block_size:
             raise ValueError(f"as_released needs a multiple of {self.block_size} points, got {x.shape[1]}")
-        if self.coord_dims and not self.as_released:
-            coords = _centred(coords, mask)
-        q, k, v, order_q, order_k = self._sorted(x, coords, mask, labels)
+        q, k, v, order_q, order_k = self._sorted(x, self._read(coords, mask), mask, labels, order)
+        if order is not None:
+            _check_orders(q, k, order=order)
         dtype, v = v.dtype, v.to(q.dtype)
         with torch.autocast(x.device.type, enabled=False):
             if self.as_released:
                 heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20)
             else:
-                heads = _attend(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor)
+                heads = _attend(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor,
+                                check=order is not None)
         out = hide_masked(self.out(heads.to(dtype).transpose(1, 2).flatten(2)), mask)
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
 

@@ -532,16 +532,20 @@ def random_keys_attention(q: Float[Tensor, "b h m d"], k: Float[Tensor, "b h n d
 class _Order(nn.Module):
     "The order of each call of the layer."
 
-    def __init__(self, resample, seed):
+    def __init__(self, resample, cycle_for, heads, seed):
         super().__init__()
         check_choice("resample", resample, ("layer", "fixed"))
-        self.resample, self.seed = resample, seed
+        check_choice("cycle_for", cycle_for, ("batch", "cloud", "head"))
+        self.resample, self.cycle_for, self.heads, self.seed = resample, cycle_for, heads, seed
 
-    def draw(self, points: int, generator: torch.Generator | None = None, device=None) -> Int[Tensor, "n"]:
-        """The order of this call, (n,)."""
+    def draw(self, clouds: int, points: int, generator: torch.Generator | None = None,
+             device=None) -> Int[Tensor, "*r n"]:
+        """The order of this call, (n,), (b, n) or (b, h, n)."""
+        sizes = {"batch": (), "cloud": (clouds,), "head": (clouds, self.heads)}[self.cycle_for]
         if self.resample == "layer":
-            return sample_cycle(points, generator=generator, device=device)
-        return sample_cycle(points, generator=torch.Generator().manual_seed(self.seed)).to(device)
+            return sample_cycle(points, batch=sizes, generator=generator, device=device)
+        order = sample_cycle(points, batch=sizes[1:], generator=torch.Generator().manual_seed(self.seed))
+        return order.expand(*sizes, points).to(device)
 
 # %% ../../nbs/sampled/51_attention.ipynb #0c648e8a
 @register_attention("sampled")
@@ -554,6 +558,8 @@ class SampledAttention(_Order):
         dim: channels.
         heads: number of heads; must divide `dim` unless `head_dim` is given.
         resample: "layer" draws at every call, in training and evaluation; "fixed" draws from `seed` alone.
+        cycle_for: who has a cycle of its own: the "batch" (the paper), each "cloud" or each "head" of each cloud; "fixed"
+            ones are the same for all clouds.
         cycles: above 1, as many cyclic shifts of the draw, combined by `shift_attention`; converges to dense attention.
         window: points of a window with dense attention inside; 2 is the cycle. Needs `cycles=1` above 2.
         seed: for "fixed".
@@ -569,22 +575,22 @@ class SampledAttention(_Order):
         torch.Size([2, 30, 16])
     """
 
-    def __init__(self, dim: int, heads: int, *, resample: str = "layer", cycles: int = 1, window: int = 2, seed: int = 0,
-                 head_dim: int | None = None):
-        super().__init__(resample, seed)
+    def __init__(self, dim: int, heads: int, *, resample: str = "layer", cycle_for: str = "batch", cycles: int = 1,
+                 window: int = 2, seed: int = 0, head_dim: int | None = None):
+        super().__init__(resample, cycle_for, heads, seed)
         check_count("cycles", cycles)
         _check_window(window)
         if cycles > 1 and window > 2:
             raise ValueError(f"cycles above 1 need a window of 2, got {cycles} cycles and a window of {window}")
-        self.heads, self.head_dim = heads, head_channels(dim, heads, head_dim)
+        self.head_dim = head_channels(dim, heads, head_dim)
         self.cycles, self.window = cycles, window
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
         self.out = nn.Linear(heads * self.head_dim, dim)
 
     def extra_repr(self) -> str:
         """Options, for `print`."""
-        return (f"heads={self.heads}, head_dim={self.head_dim}, resample={self.resample!r}, cycles={self.cycles}, "
-                f"window={self.window}")
+        return (f"heads={self.heads}, head_dim={self.head_dim}, resample={self.resample!r}, "
+                f"cycle_for={self.cycle_for!r}, cycles={self.cycles}, window={self.window}")
 
     def heads_of(self, x: Float[Tensor, "b n c"]):
         """Queries, keys and values `(b, h, n, d)`."""
@@ -612,7 +618,7 @@ class SampledAttention(_Order):
         """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features)
         q, k, v = self.heads_of(x)
-        order = self.draw(x.shape[1], generator, x.device) if order is None else _checked_order(order, q)
+        order = self.draw(*x.shape[:2], generator, x.device) if order is None else _checked_order(order, q)
         if self.cycles > 1:
             attended = shift_attention(q, k, v, order, min(self.cycles, max(1, x.shape[1] - 1)), mask=mask)
         elif self.window > 2:

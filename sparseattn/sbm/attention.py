@@ -17,25 +17,34 @@ from ..core.transformer import head_channels, register_attention
 from .sampling import bernoulli, fastrg
 
 # %% ../../nbs/sbm/41_attention.ipynb #b4e0c059
-def cluster_rates(clusters: Float[Tensor, "h k d"]) -> Float[Tensor, "h k k"]:
-    """Share of every pair of clusters, by one softmax over all pairs of a head; SBM-Transformer, Eq 5.
+def cluster_rates(clusters: Float[Tensor, "h k d"], rates: str = "joint") -> Float[Tensor, "h k k"]:
+    """Rate of every pair of clusters; SBM-Transformer, Eq 5.
+
+    Args:
+        clusters: embeddings. rates: "joint", one softmax over all pairs of a head (the paper), or "rows", one in each row.
 
     Example:
         >>> cluster_rates(torch.zeros(1, 2, 3))
         tensor([[[0.2500, 0.2500],
                  [0.2500, 0.2500]]])
     """
-    return (clusters @ clusters.mT).flatten(1).softmax(1).view(len(clusters), clusters.shape[1], -1)
+    logits = clusters @ clusters.mT
+    return logits.softmax(2) if rates == "rows" else logits.flatten(1).softmax(1).view_as(logits)
 
 
-def memberships(x: Float[Tensor, "b h n d"], clusters: Float[Tensor, "h k d"]) -> Float[Tensor, "b h n k"]:
+def memberships(x: Float[Tensor, "b h n d"], clusters: Float[Tensor, "h k d"],
+                total: bool = False) -> Float[Tensor, "b h n k"]:
     """How strongly every node belongs to every cluster; SBM-Transformer, Eq 6-7, after the network.
+
+    Args:
+        x: nodes. clusters: embeddings. total: those of a node sum to 1, by a softmax in place of sigmoids.
 
     Example:
         >>> memberships(torch.zeros(1, 1, 1, 3), torch.zeros(1, 2, 3))
         tensor([[[[0.5000, 0.5000]]]])
     """
-    return (x @ clusters.mT).sigmoid()
+    logits = x @ clusters.mT
+    return logits.softmax(-1) if total else logits.sigmoid()
 
 # %% ../../nbs/sbm/41_attention.ipynb #fe79b2d0
 _SAMPLERS = {"bernoulli": bernoulli, "fastrg": fastrg}
@@ -238,6 +247,8 @@ class SBMAttention(nn.Module):
         clusters: clusters of each head.
         sampler, gradient, window: see `sbm_attention`.
         exploration: added to every probability during training.
+        rates: "joint" (Eq 5-7), or "rows": rows of the rates and memberships of a query sum to 1 each. Blocks of ones are
+            within reach of rows, not of the paper's form, see `48_regimes`; half of the pairs are edges at the start.
         self_loops: every point attends itself; the same as a window of 1.
         head_dim: channels of a head; None takes `dim // heads`.
 
@@ -252,13 +263,14 @@ class SBMAttention(nn.Module):
     """
 
     def __init__(self, dim: int, heads: int, *, clusters: int = 128, sampler: str = "bernoulli",
-                 exploration: float = 0.01, self_loops: bool = False, window: int = 0, gradient: str = "score",
-                 head_dim: int | None = None):
+                 exploration: float = 0.01, rates: str = "joint", self_loops: bool = False, window: int = 0,
+                 gradient: str = "score", head_dim: int | None = None):
         super().__init__()
         check_count("clusters", clusters)
         _check_options(sampler, exploration, window, gradient, "fast")
+        check_choice("rates", rates, ("joint", "rows"))
         self.heads, self.head_dim = heads, head_channels(dim, heads, head_dim)
-        self.sampler, self.exploration, self.gradient = sampler, exploration, gradient
+        self.sampler, self.exploration, self.rates, self.gradient = sampler, exploration, rates, gradient
         self.window = max(window, int(self_loops))
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
         self.out = nn.Linear(heads * self.head_dim, dim)
@@ -269,12 +281,12 @@ class SBMAttention(nn.Module):
     def extra_repr(self) -> str:
         """Options, for `print`."""
         return (f"heads={self.heads}, head_dim={self.head_dim}, clusters={self.clusters.shape[1]}, sampler={self.sampler!r}, "
-                f"exploration={self.exploration}, window={self.window}, gradient={self.gradient!r}")
+                f"exploration={self.exploration}, rates={self.rates!r}, window={self.window}, gradient={self.gradient!r}")
 
     def block_model(self, q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]):
-        """Memberships of queries, shares of pairs of clusters, memberships of keys."""
-        y, z = (memberships(self.network(x), self.clusters) for x in (q, k))
-        return y, cluster_rates(self.clusters), z
+        """Memberships of queries, rates of pairs of clusters, memberships of keys."""
+        y = memberships(self.network(q), self.clusters, total=self.rates == "rows")
+        return y, cluster_rates(self.clusters, self.rates), memberships(self.network(k), self.clusters)
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n r"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,

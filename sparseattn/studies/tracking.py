@@ -80,11 +80,11 @@ class OriginalKernel(HEPTAttention):
     def forward(self, x, coords, mask=None, return_info=False):
         return super().forward(x + self.encode(coords), coords, mask, return_info)
 
-    def _sorted(self, x, coords, mask, labels=None):
+    def _sorted(self, x, coords, mask, labels=None, order=None):
         q, k = (self._projected(part, x) * self.head_dim**-0.25 for part in (self.query, self.key or self.query))
         q, k = softmax_as_gaussian(q, k)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            orders = self.hash(q, k, coords, mask, labels)
+            orders = self.hash(q, k, coords, mask, labels) if order is None else (order, order)
         return q, k, self._split(self.value(x)), *orders
 
 # %% ../../nbs/hept/34_tracking.ipynb #08dc31e8

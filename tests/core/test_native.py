@@ -1,11 +1,13 @@
 """Functions in C get what Python gave them, and are done without where no compiler is."""
 
 import ctypes
+import os
 import subprocess
 import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -292,6 +294,43 @@ def test_every_source_builds_without_a_warning(tmp_path):
                        "-fPIC", f"-DREAL={real}", "-o", str(tmp_path / "kernels.so"), str(file), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
+
+
+WATCHED = """
+import itertools, torch
+from sparseattn.core import native
+from sparseattn.core.transformer import make_attention
+from sparseattn.samsa.sampling import sample_without_replacement
+
+native._FLAGS[0] = "-O1"
+assert native.native_info()["used"], native.native_info()
+LAYERS = [("hept", dict(coord_dims=2, block_size=8)), ("hept", dict(coord_dims=2, block_size=8, combine="union")),
+          ("sampled", {}), ("samsa", dict(samples=5)), ("samsa", dict(samples=5, hard=False))]
+torch.manual_seed(0)
+for (name, options), dtype, n in itertools.product(LAYERS, (torch.float32, torch.float64), (1, 29)):
+    layer = make_attention(name, 16, 4, **options).to(dtype)
+    x, coords = torch.randn(2, n, 16, dtype=dtype, requires_grad=True), torch.rand(2, n, 2, dtype=dtype)
+    for mask in (None, torch.rand(2, n) < 0.6, torch.zeros(2, n, dtype=torch.bool)):
+        layer.train()(x, coords, mask).sum().backward()
+        layer.eval()(x, coords, mask)
+for hard, dtype, n in itertools.product((False, True), (torch.float32, torch.float64), (16, 45)):
+    x, scores = torch.randn(2, n, 7, dtype=dtype, requires_grad=True), torch.randn(2, n, dtype=dtype, requires_grad=True)
+    sample_without_replacement(x, scores, 8, hard=hard).sum().backward()
+print("watched")
+"""
+
+
+@needs_compiler
+def test_no_kernel_leaves_its_arrays(tmp_path):
+    """Every kernel, forwards and backwards, built with the sanitizers of addresses and of undefined behaviour."""
+    found = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(found).is_absolute():
+        pytest.skip("the compiler brings no sanitizers")
+    flags = "-g -fsanitize=address,undefined -fno-sanitize-recover=all"
+    watched = {"CC": f"cc {flags}", "LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0",
+               "SPARSEATTN_CACHE": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", WATCHED], env=os.environ | watched, capture_output=True, text=True)
+    assert run.stdout == "watched\n", run.stderr[-3000:]
 
 
 def test_importing_builds_nothing():

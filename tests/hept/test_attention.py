@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn.core.attention import dense_attention
+from sparseattn.core.transformer import Encoder
 from sparseattn.hept import attention
 from sparseattn.hept.attention import (
     CoordinateDecay,
@@ -534,6 +535,8 @@ LAYERS = {
     "features": dict(codes="features"),
     "or only": dict(codes="none"),
     "softmax": dict(kernel="softmax"),
+    "coords": dict(hash_by="coords"),
+    "coords, softmax": dict(hash_by="coords", kernel="softmax", codes="none"),
     "tied": dict(tied=True),
     "summed": dict(decay="summed"),
 }
@@ -605,7 +608,7 @@ def test_layer_equals_the_reference_on_its_own_orders(monkeypatch):
     module, (x, coords, mask) = layer(), layer_inputs()
     seen = {}
 
-    def slow(q, k, v, order_q, order_k, block_size, combine, mask, floor):
+    def slow(q, k, v, order_q, order_k, block_size, combine, mask, floor, check):
         seen.update(block_size=block_size)
         options = dict(block_size=block_size, combine=combine, mask=mask, floor=floor)
         return hept_attention(q.double(), k.double(), v.double(), order_q, order_k, impl="reference", **options).float()
@@ -614,6 +617,34 @@ def test_layer_equals_the_reference_on_its_own_orders(monkeypatch):
     monkeypatch.setattr(attention, "_attend", slow)
     torch.testing.assert_close(module(x, coords, mask), fast, rtol=1e-5, atol=1e-6)
     assert seen == dict(block_size=4)
+
+
+@pytest.mark.parametrize("kernel", ["hept", "softmax"])
+@pytest.mark.parametrize("codes", ["coordinates", "none"])
+def test_one_sort_of_a_cloud_for_many_layers(kernel, codes):
+    """The order is that of the layer itself, hears no features, and is that of the hash of the coordinates."""
+    options = dict(hash_by="coords", kernel=kernel, codes=codes, coord_dims=3, block_size=4)
+    x, coords, mask = layer_inputs()
+    torch.manual_seed(0)
+    encoder = Encoder(8, 3, 2, attention="hept", **options)
+    first = encoder.layers[0].attention
+    order = first.order(coords, mask)
+    assert order.shape == (3, 2, 2, 23)
+    for features in (x, x.flip(1)):
+        assert torch.equal(first(features, coords, mask, order=order), first(features, coords, mask))
+    expected = x
+    for each in encoder.layers:
+        expected = each(expected, coords, mask, order=order)
+    assert torch.equal(encoder(x, coords, mask, order=order), expected.masked_fill(~mask[..., None], 0))
+    for place, real in zip(order.flatten(0, 2), mask.repeat_interleave(2, 0).repeat(3, 1), strict=True):
+        assert real[place].tolist() == sorted(real.tolist(), reverse=True)
+    if codes == "none":
+        q, k, v = (first._split(part(x)) for part in (first.query, first.key, first.value))
+        centred = coords - (coords * mask[..., None]).sum(1, True) / mask.sum(1)[:, None, None]
+        hashes = torch.einsum("thc,bnc->tbhn", first.hash.directions[0], centred)
+        again = hashes.masked_fill(~mask[:, None], math.inf).argsort(-1)
+        real = mask[None, :, None].expand_as(order).gather(-1, order)
+        assert torch.equal(order[real], again[real])
 
 
 def test_generator_fixes_the_draws():
@@ -683,8 +714,7 @@ def test_per_sample_gradients():
             torch.testing.assert_close(found[name][i], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"codes": "features"}, {"combine": "union"},
-                                     {"kernel": "softmax"}])
+@pytest.mark.parametrize("options", [{"combine": "union", "codes": "features"}, {"kernel": "softmax", "tied": True}])
 def test_compiles_in_one_piece(options):
     """With a mask, at lengths below and above a block, values and gradients as without."""
     module, (x, coords, mask) = layer(**options), layer_inputs()
@@ -779,6 +809,8 @@ def test_layer_info():
         (dict(codes="both"), "codes must be one of .coordinates., .features., .none."),
         (dict(kernel="cosine"), "kernel must be one of .hept., .softmax."),
         (dict(decay="fast"), "decay must be"),
+        (dict(hash_by="place"), "hash_by must be one of .features., .coords."),
+        (dict(hash_by="coords", codes="features"), "codes='features' needs hash_by='features'"),
         (dict(regions=0), "regions"),
         (dict(regions=0.5), "regions"),
         (dict(regions=math.nan), "regions"),
@@ -789,6 +821,23 @@ def test_layer_info():
 def test_layer_refuses_options(options, message):
     with pytest.raises(ValueError, match=message):
         HEPTAttention(8, **{**dict(heads=2, coord_dims=2), **options})
+
+
+def test_layer_refuses_orders():
+    x, coords, mask = layer_inputs()
+    with pytest.raises(ValueError, match="order needs hash_by='coords', got 'features'"):
+        layer().order(coords)
+    module = layer(hash_by="coords")
+    order = module.order(coords, mask)
+    for bad in (order[:, :1], order[..., :5], order.flatten(0, 1)):
+        with pytest.raises(ValueError, match="order must have shape"):
+            module(x, coords, mask, order=bad)
+    with pytest.raises(TypeError, match="order must be an int64 tensor"):
+        module(x, coords, mask, order=order.float())
+    with pytest.raises(ValueError, match="must hold permutations"):
+        module(x, coords, mask, order=torch.zeros_like(order))
+    with pytest.raises(ValueError, match="coords"):
+        module.order(coords[..., :2])
 
 
 def test_layer_refuses_inputs():

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -203,11 +204,12 @@ def test_two_keys_differ_unless_there_is_one():
     assert (random_keys_attention(q, k, v, keys, mask=mask)[2] == 0).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"cycles": 3}, {"window": 4}, {"resample": "fixed"}])
+@pytest.mark.parametrize("options", [{}, {"cycles": 3}, {"window": 4}, {"resample": "fixed"}, {"cycle_for": "cloud"},
+                                     {"cycle_for": "head", "cycles": 3}, {"cycle_for": "head", "window": 4}])
 def test_module(options):
     torch.manual_seed(0)
     layer, x = SampledAttention(16, 4, **options), torch.randn(2, 12, 16)
-    order = layer.draw(12)
+    order = layer.draw(2, 12)
     out, info = layer(x, order=order, return_info=True)
     torch.testing.assert_close(copy.deepcopy(layer)(x, order=order), out)
     other = SampledAttention(16, 4, **options)
@@ -216,6 +218,20 @@ def test_module(options):
     torch.testing.assert_close(torch.compile(layer, backend="eager")(x, order=order), out)
     assert 0 < info.density < 1 and info.nnz == round(info.density * 4 * 2 * 144)
     assert layer.bfloat16()(x.bfloat16(), order=order).dtype == torch.bfloat16
+
+
+def test_a_cycle_for_each_head_or_cloud():
+    x = torch.randn(2, 12, 16)
+    for resample in ("layer", "fixed"):
+        for cycle_for, shape in (("batch", (12,)), ("cloud", (2, 12)), ("head", (2, 4, 12))):
+            layer = SampledAttention(16, 4, resample=resample, cycle_for=cycle_for)
+            out, info = layer(x, generator=torch.Generator().manual_seed(1), return_info=True)
+            assert info.pattern.shape == shape and len(info.pattern.reshape(-1, 12).unique(dim=0)) == (
+                math.prod(shape[:-1]) if resample == "layer" else 4 if cycle_for == "head" else 1)
+            q, k, v = layer.heads_of(x)
+            full = info.pattern.reshape(*shape[:-1], *[1] * (3 - len(shape)), 12).expand(2, 4, 12)
+            heads = cycle_attention(q, k, v, full, impl="reference").transpose(1, 2).flatten(2)
+            torch.testing.assert_close(out, layer.out(heads))
 
 
 def test_pairs_counted_are_the_pattern():
@@ -273,6 +289,7 @@ def test_bad_input():
              (lambda: SampledAttention(8, 3), "heads"), (lambda: SampledAttention(8, 2, cycles=0), "cycles"),
              (lambda: SampledAttention(8, 2, cycles=2, window=3), "cycles above 1"),
              (lambda: SampledAttention(8, 2, resample="always"), "resample"),
+             (lambda: SampledAttention(8, 2, cycle_for="layer"), "cycle_for must be one of 'batch', 'cloud', 'head'"),
              (lambda: random_keys_attention(x, x, x, torch.zeros(1, 2, 4, 3, dtype=torch.int64)), "keys"),
              (lambda: random_keys_attention(x, x, x, torch.full((1, 2, 4, 2), 4)), "keys must lie"),
              (lambda: sample_two_keys(3, 0), "points")]

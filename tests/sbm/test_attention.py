@@ -129,6 +129,19 @@ def test_rates_and_memberships():
     torch.testing.assert_close(memberships(x, c)[0, 1, 2, 3], torch.sigmoid(x[0, 1, 2] @ c[1, 3]))
 
 
+def test_rows_are_chances():
+    """Blocks of ones are within reach: memberships that pick one cluster, and rows that stay in it."""
+    s = cluster_rates(torch.randn(3, 6, 4, dtype=torch.float64), "rows")
+    torch.testing.assert_close(s.sum(2), torch.ones(3, 6, dtype=torch.float64))
+    x, c = torch.randn(1, 3, 7, 4), torch.randn(3, 6, 4)
+    torch.testing.assert_close(memberships(x, c, total=True), (x @ c.mT).softmax(-1))
+    m, blocks = layer(rates="rows").double(), torch.arange(12) % 3
+    m.clusters.data[:] = 9 * torch.eye(4).repeat(2, 1)[:6]
+    m.network.forward = lambda x: 9 * (2 * torch.eye(4, dtype=x.dtype)[blocks] - 0.5).expand(1, 2, -1, -1)
+    y, s, z = m.block_model(*torch.zeros(2, 1, 2, 12, 4, dtype=torch.float64))
+    torch.testing.assert_close((y @ s @ z.mT)[0, 0], (blocks[:, None] == blocks).double(), rtol=0, atol=1e-6)
+
+
 def test_exploration_is_one_more_cluster():
     y, s, z = draw()[3:]
     more = explore(y, s, z, 0.07, REAL)
@@ -155,7 +168,7 @@ def cloud(n=11):
 
 
 @pytest.mark.parametrize("options", [{}, {"sampler": "fastrg"}, {"self_loops": True}, {"window": 4},
-                                     {"gradient": "score"}, {"head_dim": 5}], ids=str)
+                                     {"gradient": "score"}, {"head_dim": 5}, {"rates": "rows"}], ids=str)
 def test_module(options):
     m, x = layer(**options), cloud()
     mask = torch.arange(11)[None] < torch.tensor([[11], [6]])
@@ -215,6 +228,7 @@ BAD = {
     "sampler": ({"sampler": "dense"}, "^sampler must be one of 'bernoulli', 'fastrg', got 'dense'"),
     "gradient": ({"gradient": "exact"}, "^gradient must be one of"),
     "exploration": ({"exploration": -0.1}, "^exploration must lie between 0 and 1"),
+    "rates": ({"rates": "columns"}, "^rates must be one of 'joint', 'rows'"),
     "window": ({"window": -1}, "^window must be an integer >= 0"),
     "heads": ({"head_dim": 0}, "^head_dim must be"),
 }
