@@ -142,7 +142,7 @@ typedef struct {
     int64_t m, d, e, m_all, d_all, e_all;                           // keys, widths; padded
     REAL *keys, *keys_t, *to_keys, *values, *values_t, *to_values;  // of a block; _t: as columns
     REAL *q, *to_q, *out, *p, *u;                                   // of a tile; u: gradient by p
-} room;
+} workspace;
 
 static inline REAL *cut(REAL **from, int64_t n) { return (*from += n) - n; }
 
@@ -152,12 +152,12 @@ int omp_get_thread_num(void);
 static inline int omp_get_thread_num(void) { return 0; }
 #endif
 
-static inline int64_t room_size(int64_t m, int64_t d, int64_t e) {
+static inline int64_t workspace_size(int64_t m, int64_t d, int64_t e) {
     return 3 * padded(m) * (padded(d) + padded(e)) + TILE * (2 * padded(d) + padded(e) + 2 * padded(m));
 }
 
-static inline room made(REAL *next, int64_t m, int64_t d, int64_t e) {
-    room x = {.m = m, .d = d, .e = e, .m_all = padded(m), .d_all = padded(d), .e_all = padded(e)};
+static inline workspace made(REAL *next, int64_t m, int64_t d, int64_t e) {
+    workspace x = {.m = m, .d = d, .e = e, .m_all = padded(m), .d_all = padded(d), .e_all = padded(e)};
     int64_t k = x.m_all * x.d_all, v = x.m_all * x.e_all;
     x.keys = cut(&next, k), x.keys_t = cut(&next, k), x.to_keys = cut(&next, k);
     x.values = cut(&next, v), x.values_t = cut(&next, v), x.to_values = cut(&next, v);
@@ -210,7 +210,7 @@ static inline int64_t apart(int64_t width, int64_t by_point, const int64_t *s) {
 
 # %% ../../nbs/core/07_tiles.ipynb #40d09649
 _FORWARD = r"""
-static inline int forward(const room *x, const REAL *q, int64_t q_step, REAL *out, int64_t out_step, int64_t n,
+static inline int forward(const workspace *x, const REAL *q, int64_t q_step, REAL *out, int64_t out_step, int64_t n,
                           REAL scale) {
     int64_t rows = in_blocks(n), m = x->m_all, d = x->d_all, e = x->e_all;
     REAL sums[TILE];
@@ -226,13 +226,13 @@ static inline int forward(const room *x, const REAL *q, int64_t q_step, REAL *ou
 
 int attend(const REAL *q, const REAL *rows, REAL *out, double scale, const int64_t *s) {
     int64_t d = s[WIDTH], e = s[VALUES], q_step = apart(d, s[BY_POINT], s), out_step = apart(e, s[BY_POINT], s);
-    int64_t size = room_size(s[KEYS], d, e);
+    int64_t size = workspace_size(s[KEYS], d, e);
     int nonfinite = 0;
-    REAL *rooms = malloc(s[THREADS] * size * sizeof(REAL));
-    if (!rooms) return OUT_OF_MEMORY;
+    REAL *memory = malloc(s[THREADS] * size * sizeof(REAL));
+    if (!memory) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS]) reduction(| : nonfinite)
     {
-        room x = made(rooms + omp_get_thread_num() * size, s[KEYS], d, e);
+        workspace x = made(memory + omp_get_thread_num() * size, s[KEYS], d, e);
         #pragma omp for
         for (int64_t piece = 0; piece < s[PAIRS] * s[PIECES]; piece++) {
             int64_t pair = piece / s[PIECES], part = piece % s[PIECES], end = s[QUERIES] * (part + 1) / s[PIECES];
@@ -244,14 +244,14 @@ int attend(const REAL *q, const REAL *rows, REAL *out, double scale, const int64
                                    out_step, least(end - i, TILE), scale);
         }
     }
-    free(rooms);
+    free(memory);
     return nonfinite;
 }
 """
 
 # %% ../../nbs/core/07_tiles.ipynb #37f756b1
 _TILE_BACKWARD = r"""
-static inline void backward(const room *x, const REAL *q, int64_t q_step, const REAL *grad, int64_t grad_step,
+static inline void backward(const workspace *x, const REAL *q, int64_t q_step, const REAL *grad, int64_t grad_step,
                             REAL *to_q, int64_t n, REAL scale) {
     int64_t rows = in_blocks(n), m = x->m_all, d = x->d_all, e = x->e_all;
     place(q, q_step, n, x->d, scale, x->q, rows, d);
@@ -271,12 +271,12 @@ _BACKWARD = r"""
 int attend_backward(const REAL *grad, const REAL *q, const REAL *rows, REAL *to_q, REAL *to_rows, double scale,
                     const int64_t *s) {
     int64_t d = s[WIDTH], e = s[VALUES], q_step = apart(d, s[BY_POINT], s), grad_step = apart(e, s[GRAD_BY_POINT], s);
-    int64_t size = room_size(s[KEYS], d, e);
-    REAL *rooms = malloc(s[THREADS] * size * sizeof(REAL));
-    if (!rooms) return OUT_OF_MEMORY;
+    int64_t size = workspace_size(s[KEYS], d, e);
+    REAL *memory = malloc(s[THREADS] * size * sizeof(REAL));
+    if (!memory) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS])
     {
-        room x = made(rooms + omp_get_thread_num() * size, s[KEYS], d, e);
+        workspace x = made(memory + omp_get_thread_num() * size, s[KEYS], d, e);
         #pragma omp for
         for (int64_t piece = 0; piece < s[PAIRS] * s[PIECES]; piece++) {
             int64_t pair = piece / s[PIECES], part = piece % s[PIECES], end = s[QUERIES] * (part + 1) / s[PIECES];
@@ -297,7 +297,7 @@ int attend_backward(const REAL *grad, const REAL *q, const REAL *rows, REAL *to_
             }
         }
     }
-    free(rooms);
+    free(memory);
     return 0;
 }
 """
@@ -330,7 +330,7 @@ class _FewKeys(torch.autograd.Function):
     "Attention to keys and values side by side, by the loop."
 
     @staticmethod
-    def forward(ctx, q, rows, scale, look):
+    def forward(ctx, q, rows, scale, diagnose):
         (batch, heads, n, d), (*_, m, width) = q.shape, rows.shape
         (turned, by_point), flat, pieces = as_contiguous(q), rows.contiguous(), _pieces(batch * heads, n)
         out = q.new_empty((batch, n, heads, width - d) if by_point else (batch, heads, n, width - d))
@@ -338,8 +338,8 @@ class _FewKeys(torch.autograd.Function):
         ctx.kernels, ctx.scale = c_kernels(_SOURCE, q), scale
         ctx.sizes = (batch * heads, heads, n, m, d, width - d, pieces, by_point)
         sizes = (*ctx.sizes, False, torch.get_num_threads())
-        if ctx.kernels("attend", turned, flat, out, scale, sizes) and look is not None:
-            look()
+        if ctx.kernels("attend", turned, flat, out, scale, sizes) and diagnose is not None:
+            diagnose()
         return out.transpose(1, 2) if by_point else out
 
     @staticmethod
@@ -357,7 +357,7 @@ class _FewKeys(torch.autograd.Function):
 
 # %% ../../nbs/core/07_tiles.ipynb #a0e837c2
 def few_keys_attention(q: Float[Tensor, "b h n d"], rows: Float[Tensor, "b h m both"], *,
-                       scale: float | None = None, look: Callable | None = None) -> Float[Tensor, "b h n e"]:
+                       scale: float | None = None, diagnose: Callable | None = None) -> Float[Tensor, "b h n e"]:
     """Softmax attention of every query to m keys, which stand side by side with their values; O(n m).
 
     Made for m up to some hundreds: keys, values and the weights of 32 queries should fit into the processor's caches.
@@ -366,7 +366,7 @@ def few_keys_attention(q: Float[Tensor, "b h n d"], rows: Float[Tensor, "b h m b
         q: queries.
         rows: keys and values side by side.
         scale: factor of the products q.k; None takes d ** -0.5.
-        look: called if a query or an output is not finite, to find out what.
+        diagnose: called if a query or an output is not finite, to find out what.
 
     Returns:
         Weighted means of the values, dtype as `q`.
@@ -388,8 +388,8 @@ def few_keys_attention(q: Float[Tensor, "b h n d"], rows: Float[Tensor, "b h m b
     fused = has_values(rows) and not torch.is_autocast_enabled(q.device.type)
     kernels = c_kernels(_SOURCE, q) if fused else None
     if kernels is None or kernels("vector_bytes") < 64:
-        seen = look is not None and sees_values(q)
+        seen = diagnose is not None and sees_values(q)
         if seen and not math.isfinite(q.detach().sum().item() + rows.detach().sum().item()):
-            look()
+            diagnose()
         return fused_attention(q, rows[..., :d], rows[..., d:], scale=scale)
-    return _FewKeys.apply(q, rows, d**-0.5 if scale is None else float(scale), look)
+    return _FewKeys.apply(q, rows, d**-0.5 if scale is None else float(scale), diagnose)

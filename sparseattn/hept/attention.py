@@ -627,19 +627,19 @@ _HEADS = r"""
 typedef struct {
     int64_t n, d, e, d_all, e_all, blocks;                  // points, widths, the same padded
     REAL *q, *k, *v, *grad, *sum_q, *sum_k, *sum_v, *own;   // rows, what is added up for them
-    REAL *block_q, *block_k, *rooms;                        // union: number of the block in every table; of the threads
+    REAL *block_q, *block_k, *memory;                       // union: number of the block in every table; of the threads
     int64_t *place_q, *place_k;                             // of a point
 } heads;
 
 static inline int64_t of_thread(const int64_t *s) {
-    return room_size(s[BLOCK], s[WIDTH], s[VALUES]) + (4 + s[TABLES]) * padded(s[BLOCK]);
+    return workspace_size(s[BLOCK], s[WIDTH], s[VALUES]) + (4 + s[TABLES]) * padded(s[BLOCK]);
 }
 
 static inline heads some_heads(const int64_t *s) {
     heads h = {.n = s[POINTS], .d = s[WIDTH], .e = s[VALUES], .d_all = padded(s[WIDTH]), .e_all = padded(s[VALUES])};
     int64_t all = s[TOGETHER] * h.n;
     int64_t numbers = all * (4 * h.d_all + 4 * h.e_all + 1 + (s[UNION] ? 2 * s[TABLES] : 0));
-    REAL *next = h.rooms = malloc((numbers + s[THREADS] * of_thread(s)) * sizeof(REAL) + 2 * all * sizeof(int64_t));
+    REAL *next = h.memory = malloc((numbers + s[THREADS] * of_thread(s)) * sizeof(REAL) + 2 * all * sizeof(int64_t));
     if (!next) return h;
     next += s[THREADS] * of_thread(s);
     h.blocks = (h.n + s[BLOCK] - 1) / s[BLOCK];
@@ -654,12 +654,12 @@ static inline heads some_heads(const int64_t *s) {
 
 # %% ../../nbs/hept/32_attention.ipynb #32work02
 _WORK = r"""
-typedef struct { room x; int64_t *slots; REAL *met; } work;
+typedef struct { workspace x; int64_t *slots; REAL *met; } work;
 
 static inline work my_work(const heads *h, const int64_t *s) {
-    REAL *next = h->rooms + omp_get_thread_num() * of_thread(s);
+    REAL *next = h->memory + omp_get_thread_num() * of_thread(s);
     work w = {.x = made(next, s[BLOCK], h->d, h->e)};
-    next += room_size(s[BLOCK], h->d, h->e);
+    next += workspace_size(s[BLOCK], h->d, h->e);
     w.slots = (int64_t *)cut(&next, 4 * padded(s[BLOCK])), w.met = next;
     return w;
 }
@@ -697,7 +697,7 @@ static inline int sort_block(const heads *h, span b, const REAL *q, const REAL *
 # %% ../../nbs/hept/32_attention.ipynb #32meet02
 _MEETINGS = r"""
 // Keys and values of a block, and where they have been: the number of tables that count for that.
-static inline int64_t gather_block(const heads *h, const room *x, span b, int64_t table, int64_t *of_k, int64_t *of_q,
+static inline int64_t gather_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *of_k, int64_t *of_q,
                                    REAL *met, const int64_t *s) {
     int64_t d = h->d_all, m = padded(b.m), earlier = s[UNION] ? table : 0;
     places(h, b, table, b.order_k, h->place_k, of_k), places(h, b, table, b.order_q, h->place_q, of_q);
@@ -760,7 +760,7 @@ static inline REAL powers(REAL *gap, REAL near, int64_t m, int64_t width) {
 
 # %% ../../nbs/hept/32_attention.ipynb #20871858
 _BLOCK_FORWARD = r"""
-static inline void attend_block(const heads *h, const room *x, span b, int64_t table, int64_t *slots, REAL *met,
+static inline void attend_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots, REAL *met,
                                 REAL *near, REAL *whole, const int64_t *s) {
     int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
     int64_t earlier = gather_block(h, x, b, table, slots, of_q, met, s);
@@ -802,7 +802,7 @@ _FORWARD = r"""
 int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q, const int64_t *order_k,
             const int64_t *count, REAL *out, REAL *whole, REAL *near, double floor, const int64_t *s) {
     heads h = some_heads(s);
-    if (!h.rooms) return OUT_OF_MEMORY;
+    if (!h.memory) return OUT_OF_MEMORY;
     int finite = 1;
     #pragma omp parallel num_threads(s[THREADS]) reduction(& : finite)
     {
@@ -827,7 +827,7 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
                              whole + at, floor);
         }
     }
-    free(h.rooms);
+    free(h.memory);
     return !finite;
 }
 """
@@ -854,7 +854,7 @@ static inline void unsort(const REAL *from, int64_t all, const int64_t *order, i
 
 # %% ../../nbs/hept/32_attention.ipynb #2360adc3
 _BLOCK_BACKWARD = r"""
-static inline void differentiate_block(const heads *h, const room *x, span b, int64_t table, int64_t *slots, REAL *met,
+static inline void differentiate_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots, REAL *met,
                                        const REAL *near, const int64_t *s) {
     int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
     int64_t earlier = gather_block(h, x, b, table, slots, of_q, met, s);
@@ -887,7 +887,7 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
              const int64_t *order_k, const int64_t *count, const REAL *out, const REAL *whole, const REAL *near,
              REAL *to_q, REAL *to_k, REAL *to_v, const int64_t *s) {
     heads h = some_heads(s);
-    if (!h.rooms) return OUT_OF_MEMORY;
+    if (!h.memory) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS])
     {
         work w = my_work(&h, s);
@@ -917,7 +917,7 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
             }
         }
     }
-    free(h.rooms);
+    free(h.memory);
     return 0;
 }
 """
@@ -926,15 +926,15 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
 _PERMUTATIONS = r"""
 int permutations(const int64_t *order, const int64_t *s) {
     int64_t n = s[POINTS], bad = 0;
-    char *rooms = malloc(s[THREADS] * n);
-    if (!rooms) return OUT_OF_MEMORY;
+    char *memory = malloc(s[THREADS] * n);
+    if (!memory) return OUT_OF_MEMORY;
     #pragma omp parallel for num_threads(s[THREADS]) reduction(| : bad)
     for (int64_t r = 0; r < s[TABLES] * s[ROWS]; r++) {
-        char *seen = memset(rooms + omp_get_thread_num() * n, 0, n);
+        char *seen = memset(memory + omp_get_thread_num() * n, 0, n);
         for (int64_t i = r * n; i < (r + 1) * n && !bad; i++)
             if (order[i] < 0 || order[i] >= n || seen[order[i]]++) bad = 1;
     }
-    free(rooms);
+    free(memory);
     return bad;
 }
 """

@@ -90,7 +90,7 @@ static Walk piece(int64_t number, const int64_t *order, const int64_t *count, co
 
 static int64_t row(Walk w, int64_t place) { return w.first + w.order[place] * w.step; }
 static int64_t next(Walk w, int64_t place) { return row(w, place + 1 < w.points ? place + 1 : 0); }
-static int64_t last(Walk w, int64_t place) { return row(w, place ? place - 1 : w.points - 1); }
+static int64_t previous(Walk w, int64_t place) { return row(w, place ? place - 1 : w.points - 1); }
 """
 
 # %% ../../nbs/sampled/51_attention.ipynb #c6db96ea
@@ -126,7 +126,7 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, c
             REAL *share, const int64_t *s, double scale) {
     int64_t d = s[WIDTH], e = s[VALUES], number = pieces(s);
     int nonfinite = 0;
-    if (!each_once(order, s[ORDERS] * s[OF_CLOUD], s[POINTS], (char *)share)) return 2;  // in the room of what comes later
+    if (!each_once(order, s[ORDERS] * s[OF_CLOUD], s[POINTS], (char *)share)) return 2;  // in the memory of what comes later
     #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE) reduction(| : nonfinite)
     for (int64_t p = 0; p < number; p++) {
         Walk w = piece(p, order, count, s);
@@ -162,7 +162,7 @@ int backward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, 
                 memset(to_q + i * d, 0, wide), memset(to_k + i * d, 0, wide), memset(to_v + i * e, 0, e * sizeof(REAL));
                 continue;
             }
-            int64_t h = last(w, t), j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
+            int64_t h = previous(w, t), j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
             prefetch(q + far * d, d), prefetch(k + far * d, d), prefetch(v + far * e, e), prefetch(grad + far * e, e);
             for (int m = t > w.from; m < 2; m++) {
                 int64_t a = m ? i : h, b = m ? j : i;
@@ -195,14 +195,14 @@ def _sizes(q, v, order, form):
     return batch, heads, n, q.shape[1], v.shape[1], by_point, orders, of_cloud, torch.get_num_threads()
 
 
-def _attend_in_c(kernels, q, k, v, order, count, form, scale, look):
-    "`_attend`; `look` is called if something is not finite."
+def _attend_in_c(kernels, q, k, v, order, count, form, scale, diagnose):
+    "`_attend`; `diagnose` is called if something is not finite."
     out, share = torch.empty_like(v), q.new_empty(len(q))
     found = kernels("forward", q, k, v, order, count, out, share, _sizes(q, v, order, form), float(scale))
     if found == 2:
         check_order("order", order)
-    if found == 1 and look is not None:
-        look()
+    if found == 1 and diagnose is not None:
+        diagnose()
     return out, share
 
 
@@ -226,7 +226,7 @@ def _unflatten(rows, form):
     return rows.transpose(1, 2) if by_point else rows
 
 
-def _output(q, k, v, order, count, scale, look):
+def _output(q, k, v, order, count, scale, diagnose):
     "Output (b, h, n, d), and what the gradient needs."
     form = *q.shape[:2], q.transpose(1, 2).is_contiguous()
     q, k, v = (_rows_of(x, form[2]) for x in (q, k, v))
@@ -234,7 +234,7 @@ def _output(q, k, v, order, count, scale, look):
     if kernels is None:
         out, share = _attend(q, k, v, order, count, form, scale)
     else:
-        out, share = _attend_in_c(kernels, q, k, v, order, count, form, scale, look)
+        out, share = _attend_in_c(kernels, q, k, v, order, count, form, scale, diagnose)
     return _unflatten(out, form), (q, k, v, order, count, share), form
 
 # %% ../../nbs/sampled/51_attention.ipynb #d95fe4f3
@@ -249,8 +249,8 @@ class _CycleAttention(torch.autograd.Function):
     "The output, with its gradient."
 
     @staticmethod
-    def forward(ctx, q, k, v, order, count, scale, look):
-        out, saved, form = _output(q, k, v, order, count, scale, look)
+    def forward(ctx, q, k, v, order, count, scale, diagnose):
+        out, saved, form = _output(q, k, v, order, count, scale, diagnose)
         ctx.save_for_backward(q, k, v, *saved)
         ctx.rest = form, scale
         return out
@@ -266,7 +266,7 @@ class _CycleAttention(torch.autograd.Function):
         return *(_unflatten(x, form) for x in found), None, None, None, None
 
 # %% ../../nbs/sampled/51_attention.ipynb #692529dd
-def _cycle_attention(q, k, v, order, scale, mask, look=None):
+def _cycle_attention(q, k, v, order, scale, mask, diagnose=None):
     "`order` (r, s, n), checked unless a kernel will look at it: with a mask, or without kernels."
     dtype, scale = q.dtype, q.shape[3] ** -0.5 if scale is None else scale
     q, k, v = (_clear(x, mask) for x in (q, k, v))
@@ -277,9 +277,9 @@ def _cycle_attention(q, k, v, order, scale, mask, look=None):
     if torch.compiler.is_compiling() or transformed(*arguments):
         out = _composed(*arguments)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out = _CycleAttention.apply(*arguments, look)
+        out = _CycleAttention.apply(*arguments, diagnose)
     else:
-        out = _output(*arguments, look)[0]
+        out = _output(*arguments, diagnose)[0]
     return _clear(out.to(dtype), mask)
 
 # %% ../../nbs/sampled/51_attention.ipynb #8a1db469

@@ -237,7 +237,7 @@ class _Gather(torch.autograd.Function):
     "Rows of keys and values (b, h, n, d), and from n on of supports (h, s, d), side by side."
 
     @staticmethod
-    def forward(ctx, k, v, own_k, own_v, index, supports, look):
+    def forward(ctx, k, v, own_k, own_v, index, supports, diagnose):
         ctx.save_for_backward(k, v, own_k, own_v, index)
         (batch, heads, n, d), e = k.shape, v.shape[3]
         (k, keys_by_point), (v, values_by_point) = as_contiguous(k), as_contiguous(v)
@@ -246,8 +246,8 @@ class _Gather(torch.autograd.Function):
         out = k.new_empty(batch, heads, index.shape[2], d + e)
         ctx.kernels = c_kernels(_SOURCE, k)
         nonfinite = ctx.kernels("gather", k, v, own_k, own_v, index, out, ctx.sizes)
-        if nonfinite and look is not None:
-            look()
+        if nonfinite and diagnose is not None:
+            diagnose()
         return out
 
     @staticmethod
@@ -263,14 +263,14 @@ class _Gather(torch.autograd.Function):
         return k, v, *(x if x is None else x.sum(0) for x in own), None, None, None
 
 # %% ../../nbs/samsa/71_attention.ipynb #a624a348
-def _chosen(k, v, index, supports, look=None):
-    "Keys and values side by side (b, h, m, d + e), by index (b, h, m); `look` is called if one is not finite."
+def _chosen(k, v, index, supports, diagnose=None):
+    "Keys and values side by side (b, h, m, d + e), by index (b, h, m); `diagnose` is called if one is not finite."
     if c_kernels(_SOURCE, k) is not None and not transformed(v, index, *supports or ()):
         tables, number = _tables(k, supports)
-        return _Gather.apply(k, v, *tables, index, number, look)
+        return _Gather.apply(k, v, *tables, index, number, diagnose)
     rows = _side_by_side(k, v, *(None, None) if supports is None else supports[:2], index)
-    if look is not None and sees_values(rows) and not math.isfinite(rows.detach().sum().item()):
-        look()
+    if diagnose is not None and sees_values(rows) and not math.isfinite(rows.detach().sum().item()):
+        diagnose()
     return rows
 
 # %% ../../nbs/samsa/71_attention.ipynb #aa392a9e
@@ -285,14 +285,14 @@ def _mixed(x, scores, top, index, samples, tau, hard):
     return rows.view(*x.shape[:2], samples, -1)
 
 # %% ../../nbs/samsa/71_attention.ipynb #a2844e65
-def _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, look):
+def _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, diagnose):
     "Keys and values to attend to, side by side (b, h, k, d + e), and their numbers (b, h, k)."
     compares = _compares(scores, hard)
     need = samples * (1 + compares)
     top, index = noisy.topk(min(need, noisy.shape[-1]), -1, sorted=compares)
     if top.shape[-1] < need or sees_values(top) and not math.isfinite(top.sum().item()):
         _check_scores(noisy, need)
-    rows = _chosen(k, v, index, supports, look)
+    rows = _chosen(k, v, index, supports, diagnose)
     if compares:
         scores = _capped(scores, top, samples, tau) if cap else scores
         rows = _mixed(rows, scores, top, index, samples, tau, hard)
@@ -308,7 +308,7 @@ def _capped(scores, top, samples, tau):
     return torch.where(scores.isfinite(), scores.detach() + factor * (scores - scores.detach()), scores)
 
 # %% ../../nbs/samsa/71_attention.ipynb #4d37d519
-def _best(kernels, k, v, noisy, supports, samples, look):
+def _best(kernels, k, v, noisy, supports, samples, diagnose):
     "`_searched` for a hard choice without a gradient."
     (batch, heads, n, d), e = k.shape, v.shape[3]
     (k, keys_by_point), (v, values_by_point) = as_contiguous(k), as_contiguous(v)
@@ -319,8 +319,8 @@ def _best(kernels, k, v, noisy, supports, samples, look):
                     (batch, heads, n, samples, d, e, keys_by_point, values_by_point, number, torch.get_num_threads()))
     if found & 2:
         _check_scores(noisy, samples)
-    if found & 1 and look is not None:
-        look()
+    if found & 1 and diagnose is not None:
+        diagnose()
     return rows, index
 
 # %% ../../nbs/samsa/71_attention.ipynb #c3c2a4f0
@@ -328,17 +328,17 @@ def _learn(*tensors):
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=None, cap=False, look=None):
+def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=None, cap=False, diagnose=None):
     "Output, and the rows chosen (b, h, k): tokens, then supports."
     scores, noisy = _scored(scores, noise, mask, supports)
     noisy, q, kernels = noisy.detach(), _clear(q, mask), None
     if hard and samples <= noisy.shape[-1] and noisy.dtype == k.dtype and not _learn(k, v, scores, *supports or ()):
         kernels = None if transformed(q, v, noisy) else c_kernels(_SOURCE, k)
     if kernels is None:
-        rows, index = _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, look)
+        rows, index = _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, diagnose)
     else:
-        rows, index = _best(kernels, k, v, noisy, supports, samples, look)
-    out = few_keys_attention(q, rows, scale=scale, look=look)
+        rows, index = _best(kernels, k, v, noisy, supports, samples, diagnose)
+    out = few_keys_attention(q, rows, scale=scale, diagnose=diagnose)
     return _clear(out, mask), index
 
 # %% ../../nbs/samsa/71_attention.ipynb #d1c32331
@@ -398,7 +398,7 @@ def samsa_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
     if impl == "reference":
         return _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale)
     return _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale,
-                   look=lambda: check_qkv(q, k, v, mask))[0]
+                   diagnose=lambda: check_qkv(q, k, v, mask))[0]
 
 # %% ../../nbs/samsa/71_attention.ipynb #15a67ae8
 class Importance(nn.Module):

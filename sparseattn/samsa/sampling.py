@@ -170,11 +170,11 @@ static inline void compared(const REAL *u, const REAL *v, int64_t rows, int64_t 
 int mix(const REAL *rows, const REAL *top, REAL *out, double tau, const int64_t *s) {
     int64_t k = s[SAMPLED], c = s[CHANNELS], k_all = padded(k), c_all = padded(c);
     int64_t size = k * c_all + 2 * (k_all + TILE) + TILE * (k_all + c_all);
-    REAL *rooms = malloc(s[THREADS] * size * sizeof(REAL));
-    if (!rooms) return OUT_OF_MEMORY;
+    REAL *memory = malloc(s[THREADS] * size * sizeof(REAL));
+    if (!memory) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS])
     {
-        REAL *others = rooms + omp_get_thread_num() * size;
+        REAL *others = memory + omp_get_thread_num() * size;
         REAL *u = others + k * c_all, *v = u + k_all + TILE, *q = v + k_all + TILE, *mean = q + TILE * k_all, sums[TILE];
         #pragma omp for
         for (int64_t b = 0; b < s[SETS]; b++) {
@@ -192,7 +192,7 @@ int mix(const REAL *rows, const REAL *top, REAL *out, double tau, const int64_t 
             }
         }
     }
-    free(rooms);
+    free(memory);
     return 0;
 }
 """
@@ -212,11 +212,11 @@ static inline REAL slopes(const REAL *q, const REAL *e, REAL own, int64_t k_all,
 int unmix(const REAL *grad, const REAL *rows, const REAL *top, REAL *to_rows, REAL *to_top, double tau, const int64_t *s) {
     int64_t k = s[SAMPLED], c = s[CHANNELS], k_all = padded(k), c_all = padded(c);
     int64_t size = c * k_all + k_all * c_all + k_all + 2 * (k_all + TILE) + TILE * (2 * k_all + c_all);
-    REAL *rooms = malloc(s[THREADS] * size * sizeof(REAL));
-    if (!rooms) return OUT_OF_MEMORY;
+    REAL *memory = malloc(s[THREADS] * size * sizeof(REAL));
+    if (!memory) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS])
     {
-        REAL *others = rooms + omp_get_thread_num() * size, *to_others = others + c * k_all;
+        REAL *others = memory + omp_get_thread_num() * size, *to_others = others + c * k_all;
         REAL *down = to_others + k_all * c_all, *u = down + k_all, *v = u + k_all + TILE;
         REAL *q = v + k_all + TILE, *e = q + TILE * k_all, *h = e + TILE * k_all;
         #pragma omp for
@@ -244,7 +244,7 @@ int unmix(const REAL *grad, const REAL *rows, const REAL *top, REAL *to_rows, RE
             if (to_rows) place(to_others, c_all, k, c, (REAL)1 / k, to_rows + (2 * b + 1) * k * c, k, c);
         }
     }
-    free(rooms);
+    free(memory);
     return 0;
 }
 """

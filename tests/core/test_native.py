@@ -314,7 +314,7 @@ for (name, options), dtype, n in itertools.product(LAYERS, (torch.float32, torch
         layer.train()(x, coords, mask).sum().backward()
         layer.eval()(x, coords, mask)
 for hard, dtype, n in itertools.product((False, True), (torch.float32, torch.float64), (16, 45)):
-    x, scores = torch.randn(2, n, 7, dtype=dtype, requires_grad=True), torch.randn(2, n, dtype=dtype, requires_grad=True)
+    x, scores = (torch.randn(2, n, *width, dtype=dtype, requires_grad=True) for width in ((7,), ()))
     sample_without_replacement(x, scores, 8, hard=hard).sum().backward()
 print("watched")
 """

@@ -164,9 +164,9 @@ def test_what_is_not_finite_is_seen(kernels, monkeypatch):
     seen = []
     for which, value, channel in itertools.product((0, 1), (torch.nan, torch.inf, -torch.inf), (0, 3)):
         q, rows, _ = (x.detach() for x in _drawn(1, 2, 40, 9, 4, 3, dtype=torch.float32))
-        few_keys_attention(q, rows, look=lambda: seen.append("none"))
+        few_keys_attention(q, rows, diagnose=lambda: seen.append("none"))
         (q, rows)[which][0, 1, 5, channel] = value
-        few_keys_attention(q, rows, look=lambda: seen.append("some"))
+        few_keys_attention(q, rows, diagnose=lambda: seen.append("some"))
     assert seen == ["some"] * 12
 
 
