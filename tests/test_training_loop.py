@@ -31,6 +31,24 @@ def test_without_kernels(name, monkeypatch):
     assert set(found.values()) == {"works"}, found
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name, options", [
+    ("hept", {}), ("hept", dict(combine="union", hash_by="coords")), ("pat", {}), ("sampled", dict(cycle_for="head")),
+    ("sampled", dict(cycles=3)), ("sampled", dict(window=5)), ("samsa", {}), ("samsa", dict(hard=False)), ("sbm", {})])
+def test_reference_is_the_same_function(name, options, training):
+    """The plain form of a layer, from the same weights and draws: outputs and gradients."""
+    found = []
+    for impl in ("fast", "reference"):
+        layer, x, coords = layer_and_cloud(name, impl=impl, **options)
+        x.requires_grad_()
+        mask = torch.arange(20) < torch.tensor([[20], [13]])
+        layer.train(training)
+        torch.manual_seed(1)
+        out = layer(x, coords, mask)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [x, *layer.parameters()])])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+
+
 @each
 def test_checkpointing_frees_what_the_layer_keeps(name):
     needs = dict(max_length=500) if name == "linformer" else {}

@@ -1461,6 +1461,7 @@ class HEPTAttention(_Parts):
         as_released: repeat the released arithmetic: region sizes and sort code rounded in float32, exponents from
             expanded squares, 1e-20 a table added to the denominators. For comparison; n must be a multiple of the
             block.
+        impl: "fast", or "reference", the equations on all pairs of points.
         generator: source of the random directions and region counts, fixed at construction.
 
     Raises:
@@ -1475,11 +1476,13 @@ class HEPTAttention(_Parts):
     def __init__(self, dim: int, heads: int, *, coord_dims: int, tables: int = 3, block_size: int = 100,
                  regions: float | None = None, head_dim: int | None = None, combine: str = "sum",
                  codes: str = "coordinates", kernel: str = "hept", hash_by: str = "features", tied: bool = False,
-                 decay: str = "direct", floor: float = 0.0, as_released: bool = False, generator: torch.Generator | None = None):
-        _check_options(block_size, combine, floor)
+                 decay: str = "direct", floor: float = 0.0, as_released: bool = False, impl: str = "fast",
+                 generator: torch.Generator | None = None):
+        _check_options(block_size, combine, floor, impl)
         super().__init__(dim, heads, head_dim, coord_dims, kernel, tied, decay, hash_by, tables=tables,
                          block_size=block_size, regions=regions, codes=codes, as_released=as_released, generator=generator)
         self.block_size, self.combine, self.floor, self.as_released = block_size, combine, floor, as_released
+        self.impl = impl
 
     def extra_repr(self) -> str:
         """Options, for `print`."""
@@ -1519,8 +1522,9 @@ class HEPTAttention(_Parts):
             if self.as_released:
                 heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20)
             else:
-                heads = _attend(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor,
-                                check=order is not None)
+                attend = _attend if self.impl == "fast" else _reference
+                heads = attend(q, k, v, order_q, order_k, self.block_size, self.combine, mask, self.floor,
+                               check=order is not None)
         out = hide_masked(self.out(heads.to(dtype).transpose(1, 2).flatten(2)), mask)
         return (out, block_info(q, v, order_q, order_k, self.block_size, mask)) if return_info else out
 

@@ -233,6 +233,7 @@ class GroupAttention(nn.Module):
         groups: groups of channels, the heads; must divide `dim`.
         shuffle: interleave the channels of the groups.
         scale: factor of the scores; None takes `(dim / groups) ** -0.5`.
+        impl: see `group_attention`.
 
     Raises:
         TypeError, ValueError: groups that do not divide the channels; input that does not fit, see `checked_cloud`.
@@ -242,12 +243,13 @@ class GroupAttention(nn.Module):
         torch.Size([2, 30, 16])
     """
 
-    def __init__(self, dim: int, groups: int, *, shuffle: bool = True, scale: float | None = None):
+    def __init__(self, dim: int, groups: int, *, shuffle: bool = True, scale: float | None = None, impl: str = "fast"):
         super().__init__()
         check_count("dim", dim)
+        check_choice("impl", impl, ("fast", "reference"))
         _check_groups("groups", groups, dim)
         width = dim // groups
-        self.dim, self.shuffle, self.scale = dim, shuffle, width**-0.5 if scale is None else scale
+        self.dim, self.shuffle, self.impl, self.scale = dim, shuffle, impl, width**-0.5 if scale is None else scale
         self.weight = nn.Parameter(torch.empty(groups, width, width).uniform_(-(width**-0.5), width**-0.5))
 
     def extra_repr(self) -> str:
@@ -271,7 +273,7 @@ class GroupAttention(nn.Module):
         """
         x, _ = checked_cloud(x, coords, mask, self.dim)
         _check_dtype(x, self.weight)
-        out = _group_attention(x, self.weight, F.elu, self.scale, self.shuffle, mask, "fast")
+        out = _group_attention(x, self.weight, F.elu, self.scale, self.shuffle, mask, self.impl)
         return (out, _info(x, self.weight, mask)) if return_info else out
 
 # %% ../../nbs/pat/60_layers.ipynb #20bf7a39
@@ -290,7 +292,7 @@ class GroupShuffleAttention(nn.Module):
         groups: groups of channels of the attention; must divide `dim`.
         norm: "cloud" takes the statistics of the norm over all points of a cloud, "point" over each point for itself.
         norm_groups: groups of channels of the norm; None takes `groups`. One group with "point" is layer norm.
-        shuffle, scale: see `GroupAttention`.
+        shuffle, scale, impl: see `GroupAttention`.
 
     Raises:
         TypeError, ValueError: groups that do not divide the channels; input that does not fit, see `checked_cloud`.
@@ -301,10 +303,10 @@ class GroupShuffleAttention(nn.Module):
     """
 
     def __init__(self, dim: int, groups: int, *, norm: str = "cloud", norm_groups: int | None = None,
-                 shuffle: bool = True, scale: float | None = None):
+                 shuffle: bool = True, scale: float | None = None, impl: str = "fast"):
         super().__init__()
         check_choice("norm", norm, _OVER)
-        self.attention = GroupAttention(dim, groups, shuffle=shuffle, scale=scale)
+        self.attention = GroupAttention(dim, groups, shuffle=shuffle, scale=scale, impl=impl)
         self.norm = SetGroupNorm(groups if norm_groups is None else norm_groups, dim, over=norm)
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,

@@ -564,6 +564,7 @@ class SampledAttention(_Order):
         window: points of a window with dense attention inside; 2 is the cycle. Needs `cycles=1` above 2.
         seed: for "fixed".
         head_dim: channels of a head; None takes `dim // heads`.
+        impl: "fast", or "reference", patterns as matrices.
 
     Raises:
         ValueError: see `head_channels`; options out of range; input that does not fit, see `checked_cloud` and
@@ -576,14 +577,15 @@ class SampledAttention(_Order):
     """
 
     def __init__(self, dim: int, heads: int, *, resample: str = "layer", cycle_for: str = "batch", cycles: int = 1,
-                 window: int = 2, seed: int = 0, head_dim: int | None = None):
+                 window: int = 2, seed: int = 0, head_dim: int | None = None, impl: str = "fast"):
         super().__init__(resample, cycle_for, heads, seed)
+        check_choice("impl", impl, ("fast", "reference"))
         check_count("cycles", cycles)
         _check_window(window)
         if cycles > 1 and window > 2:
             raise ValueError(f"cycles above 1 need a window of 2, got {cycles} cycles and a window of {window}")
         self.head_dim = head_channels(dim, heads, head_dim)
-        self.cycles, self.window = cycles, window
+        self.cycles, self.window, self.impl = cycles, window, impl
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
         self.out = nn.Linear(heads * self.head_dim, dim)
 
@@ -620,7 +622,10 @@ class SampledAttention(_Order):
         q, k, v = self.heads_of(x)
         order = self.draw(*x.shape[:2], generator, x.device) if order is None else _checked_order(order, q)
         if self.cycles > 1:
-            attended = shift_attention(q, k, v, order, min(self.cycles, max(1, x.shape[1] - 1)), mask=mask)
+            shifts = min(self.cycles, max(1, x.shape[1] - 1))
+            attended = shift_attention(q, k, v, order, shifts, mask=mask, impl=self.impl)
+        elif self.impl == "reference":
+            attended = window_attention(q, k, v, order, self.window, mask=mask, impl="reference")
         elif self.window > 2:
             attended = _window_attention(q, k, v, _three(order), self.window, None, mask)
         else:

@@ -61,7 +61,8 @@ def _clear(x, mask):
     return x if mask is None or x.shape[2] != mask.shape[1] else x.masked_fill(~mask[:, None, :, None], 0)
 
 # %% ../../nbs/samsa/71_attention.ipynb #65fdb762
-def _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale):
+def _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=None):
+    "Output, and the rows chosen (b, h, k): tokens, then supports."
     x = torch.cat([_clear(k, mask), _clear(v, mask)], -1)
     if supports is not None:
         x = torch.cat([x, torch.cat(supports[:2], -1).to(x.dtype).expand(len(x), -1, -1, -1)], 2)
@@ -69,7 +70,7 @@ def _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale
     _check_scores(noisy, samples * (1 + _compares(noisy, hard)))
     rows = _reference_rows(x, noisy, samples, tau, hard).to(x.dtype)
     out = dense_attention(_clear(q, mask), rows[..., : k.shape[3]], rows[..., k.shape[3] :], scale=scale)
-    return _clear(out, mask)
+    return _clear(out, mask), noisy.detach().argsort(-1, descending=True)[..., :samples]
 
 # %% ../../nbs/samsa/71_attention.ipynb #316f3c2a
 def _check_scores(noisy, need):
@@ -396,7 +397,7 @@ def samsa_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
     """
     _check_input(q, k, v, scores, samples, tau, mask, supports, impl)
     if impl == "reference":
-        return _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale)
+        return _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale)[0]
     return _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale,
                    diagnose=lambda: check_qkv(q, k, v, mask))[0]
 
@@ -505,7 +506,8 @@ class SAMSAAttention(_Parts):
         supports: learned rows of a head; None takes `2 * samples`, with which any number of tokens will do.
         inference: how rows are chosen in evaluation. "top-k": those of the highest scores; "mixed": a layer that is not
             hard mixes too, without noise; "noise": as in training.
-        as_released: inference "noise", and the gradient by the scores capped.
+        as_released: inference "noise", and the gradient by the scores capped; "fast" only.
+        impl: "fast", or "reference", which selects by matrices.
 
     Raises:
         ValueError: see `head_channels`; options out of range; input that does not fit, see `checked_cloud`.
@@ -517,10 +519,11 @@ class SAMSAAttention(_Parts):
 
     def __init__(self, dim: int, heads: int, *, samples: int = 256, hard: bool = True, tau: float = 1.0,
                  supports: int | None = None, inference: str = "top-k", as_released: bool = False,
-                 head_dim: int | None = None):
+                 head_dim: int | None = None, impl: str = "fast"):
         _check_options(samples, tau, supports, inference)
+        check_choice("impl", impl, ("fast",) if as_released else ("fast", "reference"))
         super().__init__(dim, heads, head_dim, 2 * samples if supports is None else supports)
-        self.samples, self.hard, self.tau, self.as_released = samples, hard, tau, as_released
+        self.samples, self.hard, self.tau, self.as_released, self.impl = samples, hard, tau, as_released, impl
         self.inference = "noise" if as_released else inference
 
     def extra_repr(self) -> str:
@@ -548,8 +551,8 @@ class SAMSAAttention(_Parts):
         if noise is None and (self.training or self.inference == "noise"):
             noise = self.draw(*x.shape[:2], generator)
         hard = self.hard or not self.training and self.inference == "top-k"
-        out, index = _attend(*self.heads_of(x), noise, mask, self.supports, self.samples, self.tau, hard,
-                             cap=self.as_released)
+        given = *self.heads_of(x), noise, mask, self.supports, self.samples, self.tau, hard
+        out, index = _reference(*given) if self.impl == "reference" else _attend(*given, cap=self.as_released)
         out = hide_masked(self.out(out.transpose(1, 2).flatten(2)), mask)
         return (out, _info(index, mask, x.shape[1], self.head_dim, not hard)) if return_info else out
 

@@ -251,6 +251,7 @@ class SBMAttention(nn.Module):
             within reach of rows, not of the paper's form, see `48_regimes`; half of the pairs are edges at the start.
         self_loops: every point attends itself; the same as a window of 1.
         head_dim: channels of a head; None takes `dim // heads`.
+        impl: see `sbm_attention`; where "fast" takes a list, "reference" draws another mask of the same law.
 
     Raises:
         ValueError: see `head_channels` and `sbm_attention`; input that does not fit, see `checked_cloud`.
@@ -264,14 +265,14 @@ class SBMAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, clusters: int = 128, sampler: str = "bernoulli",
                  exploration: float = 0.01, rates: str = "joint", self_loops: bool = False, window: int = 0,
-                 gradient: str = "score", head_dim: int | None = None):
+                 gradient: str = "score", head_dim: int | None = None, impl: str = "fast"):
         super().__init__()
         check_count("clusters", clusters)
-        _check_options(sampler, exploration, window, gradient, "fast")
+        _check_options(sampler, exploration, window, gradient, impl)
         check_choice("rates", rates, ("joint", "rows"))
         self.heads, self.head_dim = heads, head_channels(dim, heads, head_dim)
         self.sampler, self.exploration, self.rates, self.gradient = sampler, exploration, rates, gradient
-        self.window = max(window, int(self_loops))
+        self.window, self.impl = max(window, int(self_loops)), impl
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
         self.out = nn.Linear(heads * self.head_dim, dim)
         self.network = _HeadNetwork(heads, self.head_dim)
@@ -310,7 +311,8 @@ class SBMAttention(nn.Module):
                    for f in (self.query, self.key, self.value))
         found = sbm_attention(
             q, k, v, *self.block_model(q, k), sampler=self.sampler, exploration=self.exploration * self.training,
-            window=self.window, gradient=self.gradient, mask=mask, generator=generator, return_info=return_info)
+            window=self.window, gradient=self.gradient, mask=mask, generator=generator, impl=self.impl,
+            return_info=return_info)
         heads, info = found if return_info else (found, None)
         out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
         if return_info:
