@@ -105,14 +105,19 @@ def check_points(name: str, x: Tensor, dims: int) -> None:
     Example:
         >>> check_points("q", torch.zeros(1, 1, 3, 2), 4)
     """
-    _check_form(name, x, dims)
+    check_form(name, x, dims)
     check_finite(name, x)
 
 
-def _check_form(name, x, dims):
+def check_form(name: str, x: Tensor, dims: int | None = None) -> None:
+    """The part of `check_points` that looks at dtype and shape alone; `dims` None takes any number of dimensions.
+
+    Example:
+        >>> check_form("q", torch.full((1, 3, 2), torch.nan), 3)
+    """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {_kind(x)}")
-    if x.dim() != dims:
+    if dims is not None and x.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
     if 0 in x.shape:
         raise ValueError(f"{name} has no points or no channels: every size must be at least 1, "
@@ -149,18 +154,31 @@ def check_mask(mask: Tensor | None, batch: int, points: int) -> None:
     """
     if mask is None:
         return
-    _check_boolean("mask", mask)
+    check_boolean("mask", mask)
     if mask.shape != (batch, points):
         raise ValueError(f"mask must have shape {(batch, points)} (batch, points), got {tuple(mask.shape)}")
 
 
-def _check_boolean(name, x):
+def check_boolean(name: str, x: Tensor, shape: Sequence[int] | None = None) -> None:
+    """Refuse what is not a boolean tensor, or not broadcastable to a shape, if one is given.
+
+    Raises:
+        TypeError: not boolean.
+        ValueError: it does not broadcast.
+
+    Example:
+        >>> check_boolean("mask", torch.ones(5, dtype=torch.bool), (2, 5))
+    """
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
         raise TypeError(f"{name} must be a boolean tensor, got {_kind(x)}")
+    if shape is None:
+        return
+    if x.dim() > len(shape) or any(a not in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"{name} must broadcast to shape {tuple(shape)}, got {tuple(x.shape)}")
 
 
-def check_count(name: str, value: int) -> None:
-    """Refuse what is not an integer of at least 1.
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Refuse what is not an integer of at least 1, or `least`.
 
     Raises:
         ValueError: `value` is no such integer.
@@ -168,8 +186,37 @@ def check_count(name: str, value: int) -> None:
     Example:
         >>> check_count("tables", 3)
     """
-    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+
+
+def check_number(name: str, value: float, least: float = -math.inf, most: float = math.inf) -> None:
+    """Refuse what is not a finite real number within bounds.
+
+    Raises:
+        ValueError: `value` is no such number.
+
+    Example:
+        >>> check_number("exploration", 0.5, 0, 1)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)) or not (
+            math.isfinite(value) and least <= value <= most):
+        wanted = f"be a finite number >= {least}" if least > -math.inf else "be a finite number"
+        wanted = f"lie between {least} and {most}" if most < math.inf else wanted
+        raise ValueError(f"{name} must {wanted}, got {value!r}")
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    """Refuse a source of draws that is neither torch's nor None.
+
+    Raises:
+        TypeError: it is neither.
+
+    Example:
+        >>> check_generator(torch.Generator())
+    """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
 
 # %% ../../nbs/core/00_attention.ipynb #bc6e3c1a
 def check_choice(name: str, value, choices) -> None:
@@ -181,7 +228,7 @@ def check_choice(name: str, value, choices) -> None:
     Example:
         >>> check_choice("impl", "fast", ("fast", "reference"))
     """
-    if value not in choices:
+    if value not in tuple(choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 # %% ../../nbs/core/00_attention.ipynb #bae9914b
@@ -207,7 +254,7 @@ def check_qkv_form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
         >>> check_qkv_form(*torch.full((3, 1, 1, 3, 2), torch.nan))
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_form(name, x, 4)
+        check_form(name, x, 4)
     if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k, v do not fit: shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if not q.dtype == k.dtype == v.dtype:
@@ -230,8 +277,21 @@ def hide_masked(x: Float[Tensor, "b *points c"], mask: Bool[Tensor, "b *points"]
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
+def check_dtype(x: Tensor, weight: Tensor | None) -> None:
+    """Refuse points that torch could not multiply by a weight; autocast may, and a weight that is no tensor says itself.
+
+    Raises:
+        TypeError: the dtypes differ.
+
+    Example:
+        >>> check_dtype(torch.zeros(2), torch.zeros(2, 2))
+    """
+    if isinstance(weight, Tensor) and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x must have the dtype of weight, {weight.dtype}, got {x.dtype}")
+
+
 def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None, mask: Bool[Tensor, "b n"] | None,
-                  channels: int, coord_dims: int = 0):
+                  channels: int, coord_dims: int = 0, weight: Tensor | None = None):
     """Input of a module: refused if it does not fit, returned with masked points set to 0.
 
     Args:
@@ -240,21 +300,23 @@ def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | No
         mask: True = a real point.
         channels: expected channels of `x`.
         coord_dims: expected number of coordinates; 0 takes any number, or None.
+        weight: parameter whose dtype `x` must have outside autocast; None takes any.
 
     Returns:
         `(x, coords)`.
 
     Raises:
         TypeError, ValueError: as `check_points` and `check_mask`, other channels, coordinates missing or of another
-            shape.
+            shape, another dtype than the weight's.
 
     Example:
         >>> checked_cloud(torch.zeros(1, 5, 4), None, None, 4)[0].shape
         torch.Size([1, 5, 4])
     """
-    _check_form("x", x, 3)
+    check_form("x", x, 3)
     if x.shape[2] != channels:
         raise ValueError(f"x must have {channels} channels, got shape {tuple(x.shape)}")
+    check_dtype(x, weight)
     check_mask(mask, *x.shape[:2])
     x = hide_masked(x, mask)
     check_finite("x", x)
@@ -334,6 +396,7 @@ def dense_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
         torch.Size([2, 4, 10, 8])
     """
     check_qkv(q, k, v, mask)
+    check_scale(scale)
     _check_pattern(pattern, (*q.shape[:3], k.shape[2]))
     low = q.dtype in (torch.float16, torch.bfloat16)
     dtype, (q, k, v) = q.dtype, (_real(x.float() if low else x, mask) for x in (q, k, v))
@@ -341,10 +404,23 @@ def dense_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
     return (weights @ v).to(dtype)
 
 
+def check_scale(scale: float | None) -> None:
+    """Refuse a factor of the scores that is no finite number; None is the function's own.
+
+    Raises:
+        ValueError: it is not.
+
+    Example:
+        >>> check_scale(0.5)
+    """
+    if scale is not None:
+        check_number("scale", scale)
+
+
 def _check_pattern(pattern, pairs):
     if pattern is None:
         return
-    _check_boolean("pattern", pattern)
+    check_boolean("pattern", pattern)
     if pattern.dim() > 4 or any(s not in (1, full)
                                 for s, full in zip(pattern.shape[::-1], pairs[::-1], strict=False)):
         raise ValueError(f"pattern must broadcast to shape {pairs} (batch, heads, queries, keys), "
@@ -502,6 +578,7 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     check_choice("rule", rule, PRESENCE_RULES)
     (batch, heads, n, d), m, dtype = q.shape, k.shape[2], q.dtype
     _check_edges(edges, batch * heads, n, m)
+    check_scale(scale)
     if presence is not None and presence.shape != edges.shape[1:]:
         raise ValueError(f"presence must have shape {tuple(edges.shape[1:])}, one number an edge, "
                          f"got {tuple(presence.shape)}")
@@ -619,8 +696,12 @@ def pattern_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], 
         >>> pattern_attention(x, x, x, pairs > 0, presence=pairs).shape
         torch.Size([1, 1, 3, 4])
     """
+    check_qkv_form(q, k, v)
     check_choice("rule", rule, PRESENCE_RULES)
+    check_scale(scale)
+    check_boolean("pattern", pattern)
     _check_pattern(pattern, (*q.shape[:3], k.shape[2]))
+    check_form("presence", presence)
     if presence.shape != (*q.shape[:3], k.shape[2]):
         raise ValueError(f"presence must have shape {(*q.shape[:3], k.shape[2])}, got {tuple(presence.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -810,9 +891,14 @@ def straight_through_presence(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h
 def _on_list(a, b, edges, ones):
     for name, x in (("a", a), ("b", b)):
         check_points(name, x, 4)
+    if a.shape[:2] != b.shape[:2] or a.shape[3] != b.shape[3] or a.dtype != b.dtype:
+        raise ValueError(f"a and b must have one batch, heads, channels and dtype, got {tuple(a.shape)} {a.dtype} and "
+                         f"{tuple(b.shape)} {b.dtype}")
+    dtype, low = a.dtype, a.dtype in (torch.float16, torch.bfloat16)
+    a, b = (a.float(), b.float()) if low else (a, b)
     _check_edges(edges, a.shape[0] * a.shape[1], a.shape[2], b.shape[2])
     row, column, order = _edge_list(edges, a.shape[2], b.shape[2])
-    found = uncompiled(_EdgeProducts.apply)(a.flatten(0, 2), b.flatten(0, 2), row, column, ones)
+    found = uncompiled(_EdgeProducts.apply)(a.flatten(0, 2), b.flatten(0, 2), row, column, ones).to(dtype)
     return found if order is None else found[order.argsort()]
 
 

@@ -117,6 +117,8 @@ def global_pattern(n: int, relays: Sequence[int] | Int[Tensor, "r"], *,
         [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
     """
     _check_count("n", n, 1)
+    if not isinstance(relays, Sequence) and not (isinstance(relays, Tensor) and relays.dim() == 1):
+        raise TypeError(f"relays must be a sequence of ints or a tensor of one dimension, got {type(relays).__name__}")
     relays = relays.tolist() if isinstance(relays, Tensor) else list(relays)
     for relay in relays:
         _check_count("relays", relay, 0)
@@ -228,6 +230,10 @@ def edges_to_pattern(edges: Int[Tensor, "3 e"], shape: Sequence[int]) -> Bool[Te
         raise TypeError(f"edges must be an int64 tensor, got {getattr(edges, 'dtype', type(edges).__name__)}")
     if edges.dim() != 2 or edges.shape[0] != 3:
         raise ValueError(f"edges must have shape (3, number of edges), got {tuple(edges.shape)}")
+    if not isinstance(shape, Sequence):
+        raise TypeError(f"shape must be a sequence of ints, got {type(shape).__name__}")
+    for size in shape:
+        _check_count("shape", size, 0)
     if len(shape) < 2:
         raise ValueError(f"shape must be (..., queries, keys), got {tuple(shape)}")
     pattern = torch.zeros(prod(shape[:-2]), *shape[-2:], dtype=torch.bool, device=edges.device)

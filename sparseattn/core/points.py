@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from scipy.spatial import cKDTree
 from torch import Tensor
 
-from .attention import check_choice, check_count, check_mask, check_points, has_values, hide_masked, uncompiled
+from .attention import (check_choice, check_count, check_form, check_mask, check_points, has_values, hide_masked,
+                                      sees_values, uncompiled)
 
 # %% ../../nbs/core/04_points.ipynb #a4c1943f
 def squared_distance(a: Float[Tensor, "*#shape c"], b: Float[Tensor, "*#shape c"]) -> Float[Tensor, "..."]:
@@ -265,7 +266,7 @@ def farthest_point_sampling(points: Float[Tensor, "b n c"], m: int, *, start: in
     _check_enough("m", m, real)
     first = _first(points, real, start)
     form = _farthest_reference if impl == "reference" else uncompiled(_farthest_fast)
-    return form(points, real, first, m)
+    return form(points, real, first, int(m))
 
 # %% ../../nbs/core/04_points.ipynb #093c4055
 def _cloud(name, points, mask=None):
@@ -353,7 +354,7 @@ def _search(points, queries, k, candidates):
         for rows in rest.split(max(1, 2 ** 21 // (number * points.shape[1]))):
             found, bound = candidates(rows, number)
             out[rows], last = _rank(points, queries[rows], found, k)
-            open_rows.append(rows[(last >= bound) & (number < len(points))])
+            open_rows.append(rows[~(last < bound) & (number < len(points))])         # NaN: float32 was too narrow
         rest, number = torch.cat(open_rows), 4 * number
     return out
 
@@ -424,7 +425,7 @@ def knn(points: Float[Tensor, "b n c"], k: int, *, queries: Float[Tensor, "b q c
         raise ValueError(f"queries must have the batch and coordinates of points, got shapes {tuple(queries.shape)} "
                          f"and {tuple(points.shape)}")
     form = _nearest_reference if impl == "reference" else uncompiled(_nearest_fast)
-    return form(points, queries, real, k)
+    return form(points, queries, real, int(k))
 
 # %% ../../nbs/core/04_points.ipynb #1022d81d
 def gather_points(x: Float[Tensor, "b n c"], index: Int[Tensor, "b *shape"]) -> Float[Tensor, "b *shape c"]:
@@ -438,17 +439,31 @@ def gather_points(x: Float[Tensor, "b n c"], index: Int[Tensor, "b *shape"]) -> 
         A row for every number.
 
     Raises:
-        ValueError: the batches differ, or x is no batch of rows.
+        TypeError, ValueError: the batches differ, x is no batch of rows, an index that is no integer or out of range.
 
     Example:
         >>> gather_points(torch.tensor([[[5.0], [7.0]]]), torch.tensor([[1, 1, 0]])).flatten()
         tensor([7., 7., 5.])
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    _check_index("index", index, x.shape[1] if x.dim() == 3 else None)
     if x.dim() != 3 or index.dim() < 2 or len(x) != len(index):
         raise ValueError(f"x must be (batch, points, channels) and index (batch, ...), got shapes {tuple(x.shape)} "
                          f"and {tuple(index.shape)}")
-    rows = index.reshape(len(x), -1, 1).expand(-1, -1, x.shape[2])
+    rows = index.flatten(1)[..., None].expand(-1, -1, x.shape[2])
     return x.gather(1, rows).view(*index.shape, x.shape[2])
+
+
+def _check_index(name, index, n):
+    "Refuse what does not number n points."
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be an int64 tensor, got {getattr(index, 'dtype', type(index).__name__)}")
+    if n is None or not index.numel() or not sees_values(index):
+        return
+    low, high = (x.item() for x in index.aminmax())
+    if not (0 <= low and high < n):
+        raise ValueError(f"{name} must lie in 0..{n - 1}, found {low} to {high}")
 
 # %% ../../nbs/core/04_points.ipynb #fcb0cceb
 def group(points: Float[Tensor, "b n c"], centres: Int[Tensor, "b m"], k: int, *,
@@ -471,6 +486,9 @@ def group(points: Float[Tensor, "b n c"], centres: Int[Tensor, "b m"], k: int, *
         >>> relative.flatten(), index.flatten()
         (tensor([ 0., -2.]), tensor([2, 1]))
     """
+    check_form("points", points, 3)
+    check_mask(mask, *points.shape[:2])
+    _check_index("centres", centres, points.shape[1])
     points = hide_masked(points, mask)
     middle = gather_points(points, centres)
     index = knn(points, k, queries=middle, mask=mask)
@@ -501,7 +519,9 @@ def interpolate(x: Float[Tensor, "b m e"], points: Float[Tensor, "b m c"], queri
         >>> interpolate(at * 2, at, torch.tensor([[[1.0], [0.5]]]), k=2).flatten()
         tensor([2., 1.])
     """
+    queries, _ = _cloud("queries", queries)
     index = knn(points, k, queries=queries, mask=mask)
+    check_points("x", hide_masked(x, mask) if isinstance(x, Tensor) and x.shape[:2] == points.shape[:2] else x, 3)
     if x.shape[:2] != points.shape[:2]:
         raise ValueError(f"x must have a row for every point, got shapes {tuple(x.shape)} and {tuple(points.shape)}")
     away = squared_distance(queries.detach().double()[:, :, None], gather_points(points.detach().double(), index))

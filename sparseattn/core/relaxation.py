@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .attention import check_count
+from .attention import check_count, check_form, check_generator, check_number, sees_values
 
 # %% ../../nbs/core/03_relaxation.ipynb #b8be96c7
 def _inverse_cdf(k):
@@ -31,6 +31,7 @@ def random_integers(shape: tuple[int, ...], dtype: torch.dtype, *, generator: to
         >>> random_integers((2, 3), torch.int32).min() >= 0
         tensor(True)
     """
+    check_generator(generator)
     if not torch.compiler.is_compiling():
         return torch.empty(shape, dtype=dtype, device=device).random_(generator=generator)
     top = torch.iinfo(dtype).max + (dtype != torch.int64)      # of 2^63 numbers the last is left out
@@ -62,6 +63,7 @@ def gumbel(shape: tuple[int, ...], *, generator: torch.Generator | None = None, 
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
+    check_generator(generator)
     device = generator.device if device is None and generator is not None else device
     whole = torch.int64 if dtype == torch.float64 else torch.int32
     return _inverse_cdf(random_integers(shape, whole, generator=generator, device=device)).to(dtype)
@@ -106,12 +108,19 @@ def plackett_luce(scores: Float[Tensor, "*shape n"], order: Int[Tensor, "*shape 
         Log-probabilities, differentiable by the scores.
 
     Raises:
-        ValueError: an item drawn twice.
+        TypeError, ValueError: shapes or dtypes that do not fit, an item out of range or drawn twice.
 
     Example:
         >>> plackett_luce(torch.zeros(3), torch.tensor([2, 0])).exp()
         tensor(0.1667)
     """
+    _check_scores("scores", scores, -1)
+    if not isinstance(order, Tensor) or order.dtype != torch.int64:
+        raise TypeError(f"order must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
+    if order.dim() < 1 or order.shape[:-1] != scores.shape[:-1]:
+        raise ValueError(f"order must have shape {(*scores.shape[:-1], 'k')}, got {tuple(order.shape)}")
+    if order.numel() and sees_values(order, memory=True) and not (order.min() >= 0 and order.max() < scores.shape[-1]):
+        raise ValueError(f"order must lie in 0..{scores.shape[-1] - 1}, found {order.min()} to {order.max()}")
     drawn = torch.nn.functional.one_hot(order, scores.shape[-1])
     if (drawn.sum(-2) > 1).any():
         raise ValueError("order must hold each item at most once")
@@ -126,6 +135,8 @@ def _check_scores(name, scores, dim, need=1):
         raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
     if scores.dim() == 0 or scores.numel() == 0:
         raise ValueError(f"{name} must have at least one entry in a row, got shape {tuple(scores.shape)}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
+        raise ValueError(f"dim must be an integer from {-scores.dim()} to {scores.dim() - 1}, got {dim!r}")
     if need > scores.shape[dim]:
         raise ValueError(f"k must be at most {scores.shape[dim]}, the number of {name} in a row, got {need}")
     if scores.detach().sum().isfinite():
@@ -147,7 +158,7 @@ def _perturbed(scores, noise, generator):
 
 
 def check_noise(noise: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse noise that is not a floating tensor broadcastable to the shape of the scores.
+    """Refuse noise that is not a floating tensor broadcastable to the shape of the scores, or holds NaN or +inf.
 
     Raises:
         TypeError, ValueError: it is not.
@@ -160,6 +171,8 @@ def check_noise(noise: Tensor, shape: tuple[int, ...]) -> None:
     sizes = zip(noise.shape[::-1], tuple(shape)[::-1], strict=False)
     if noise.dim() > len(shape) or any(a not in (1, b) for a, b in sizes):
         raise ValueError(f"noise must broadcast to shape {tuple(shape)}, got {tuple(noise.shape)}")
+    if sees_values(noise) and not math.isfinite(noise.sum().item()) and not (noise < torch.inf).all():
+        raise ValueError("noise must be finite or -inf, found NaN or +inf")
 
 # %% ../../nbs/core/03_relaxation.ipynb #67388474
 def gumbel_softmax(logits: Float[Tensor, "..."], *, tau: float = 1.0, hard: bool = False,
@@ -208,8 +221,7 @@ def check_tau(tau: float) -> None:
     Example:
         >>> check_tau(0.5)
     """
-    if isinstance(tau, bool) or not isinstance(tau, int | float) or not 1e-30 <= tau < math.inf:
-        raise ValueError(f"tau must be a finite number >= 1e-30, got {tau!r}")
+    check_number("tau", tau, 1e-30)
 
 # %% ../../nbs/core/03_relaxation.ipynb #2e486ba8
 def straight_through(hard: Float[Tensor, "*shape"], soft: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -233,6 +245,11 @@ def straight_through(hard: Float[Tensor, "*shape"], soft: Float[Tensor, "*shape"
         >>> soft.grad
         tensor([5., 6.])
     """
+    for name, x in (("hard", hard), ("soft", soft)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not soft.is_floating_point():
+        raise TypeError(f"soft must be a floating-point tensor, got {soft.dtype}")
     if hard.shape != soft.shape:
         raise ValueError(f"hard and soft must have one shape, got {tuple(hard.shape)} and {tuple(soft.shape)}")
     return hard.detach() + (soft - soft.detach())
@@ -257,10 +274,14 @@ def mean_gumbel_softmax(logits: Float[Tensor, "n"], *, tau: float = 1.0) -> Floa
         >>> mean_gumbel_softmax(torch.tensor([0.1, 0.2, 0.3, 0.4]).log())
         tensor([0.1332, 0.2194, 0.2917, 0.3557])
     """
-    _check_scores("logits", logits, -1, logits.shape[-1] if logits.dim() else 1)
-    check_tau(tau)
+    check_form("logits", logits)
     if logits.dim() != 1:
         raise ValueError(f"logits must have one dimension, got shape {tuple(logits.shape)}")
+    _check_scores("logits", logits, -1, len(logits))
+    check_tau(tau)
+    spread = (logits.detach().amax() - logits.detach().amin()).item()
+    if spread > (most := 1000 * max(1.0, tau)):       # the quadrature has 8 nodes a unit
+        raise ValueError(f"logits must lie within {most:g} of each other, got a spread of {spread:g}")
     exact = logits.double() - logits.detach().double().max()
     wide, narrow, step = max(1.0, tau), min(1.0, tau), 1 / 8
     low = (exact.detach().min() - 4 * (wide + narrow)).item()

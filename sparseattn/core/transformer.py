@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from .attention import (AttentionInfo, check_count, checked_cloud, dense_attention, fused_attention,
+from .attention import (AttentionInfo, check_count, check_number, checked_cloud, dense_attention, fused_attention,
                                        hide_masked)
 from .kernels import append_coordinates
 
@@ -78,7 +78,7 @@ def head_channels(dim: int, heads: int, head_dim: int | None = None) -> int:
     """
     check_count("dim", dim)
     if head_dim is None:
-        if not isinstance(heads, int) or heads < 1 or dim % heads:
+        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or dim % heads:
             raise ValueError(f"heads must divide dim unless head_dim is given, got heads {heads!r} and dim {dim}")
         return dim // heads
     check_count("heads", heads)
@@ -108,6 +108,7 @@ class DenseAttention(nn.Module):
     def __init__(self, dim: int, heads: int, *, kernel: str = "softmax", coord_dims: int = 0,
                  head_dim: int | None = None):
         super().__init__()
+        check_count("coord_dims", coord_dims, 0)
         self.heads, self.head_dim, self.kernel = heads, head_channels(dim, heads, head_dim), kernel
         self.coord_dims = coord_dims if kernel == "gaussian" else 0
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
@@ -133,7 +134,7 @@ class DenseAttention(nn.Module):
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`.
         """
-        x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims)
+        x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims, self.query.weight)
         q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
                    for f in (self.query, self.key, self.value))
         if self.log_omega is not None:
@@ -174,6 +175,8 @@ class Layer(nn.Module):
 
     def __init__(self, attention: nn.Module, dim: int, hidden: int, dropout: float = 0.0, activation=nn.ReLU):
         super().__init__()
+        check_count("hidden", hidden)
+        check_number("dropout", dropout, 0, 1)
         self.attention, self.dropout = attention, nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.feed = nn.Sequential(nn.Linear(dim, hidden), activation(), nn.Linear(hidden, dim))
@@ -207,9 +210,10 @@ class Encoder(nn.Module):
     def __init__(self, dim: int, depth: int, heads: int, *, attention: str = "dense", hidden: int | None = None,
                  dropout: float = 0.0, **options):
         super().__init__()
+        check_count("depth", depth, 0)
         self.dim = dim
         self.layers = nn.ModuleList(
-            Layer(make_attention(attention, dim, heads, **options), dim, hidden or 4 * dim, dropout)
+            Layer(make_attention(attention, dim, heads, **options), dim, 4 * dim if hidden is None else hidden, dropout)
             for _ in range(depth))
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
@@ -227,7 +231,8 @@ class Encoder(nn.Module):
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; a draw that the attention does not know.
         """
-        x, coords = checked_cloud(x, coords, mask, self.dim)
+        weight = self.layers[0].norm1.weight if len(self.layers) else None
+        x, coords = checked_cloud(x, coords, mask, self.dim, weight=weight)
         outputs, infos = [x], []
         for layer in self.layers:
             found = layer(outputs[-1], coords, mask, return_info, **draw)
