@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_points,
+from ..core.attention import (PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_finite, check_form, check_generator,
+                                       check_number,
                                        check_qkv_form, checked_cloud, edge_attention, has_values, hide_masked,
                                        pattern_attention, straight_through_presence)
 from ..core.transformer import head_channels, register_attention
@@ -117,7 +118,8 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
             w // 2 away.
         gradient: what p learns from an edge, see `sparseattn.core.attention.PRESENCE_RULES`.
         mask: True = a real point; masked points change nothing and return 0.
-        edges: a mask drawn before, as (batch * heads + head, query, key), in place of a draw.
+        edges: a mask drawn before, as (batch * heads + head, query, key), in place of a draw; those of masked points
+            are left out.
         generator: source of the draws.
         impl: "fast", a list or a matrix by expected density (under `torch.compile` a matrix), or "reference", a matrix.
         return_info: also return an `AttentionInfo`; its pattern is the list of edges (None where the mask is a matrix,
@@ -136,6 +138,7 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
     """
     _check_model(q, k, v, y, s, z, mask)
     _check_options(sampler, exploration, window, gradient, impl)
+    check_generator(generator)
     dtype, (batch, _, n, _) = q.dtype, q.shape
     q, k, v, y, s, z = (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (q, k, v, y, s, z))
     if mask is not None:
@@ -147,11 +150,12 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
     if edges is None and (impl == "reference" or not _few(a, z, real)):
         out, count, kept = _on_matrix(q, k, v, a, z, sampler, window, gradient, real, generator)
     else:
+        given = edges is not None and mask is not None
         if edges is None:
             with torch.no_grad():
                 model = (y.flatten(0, 1), s.repeat(batch, 1, 1), z.flatten(0, 1))
                 edges = _SAMPLERS[sampler](*model, generator=generator)
-        out, count, kept = _on_list(q, k, v, a, z, edges, window, gradient, real, impl)
+        out, count, kept = _on_list(q, k, v, a, z, edges, window, gradient, real, impl, given)
     out = out.to(dtype)
     return (out, _info(count, kept, real, q, v, y)) if return_info else out
 
@@ -170,8 +174,12 @@ def _few(a, z, real):
     return has_values(a) and (a.sum(2) * z.sum(2)).sum().item() <= _DENSE * _pairs(a.shape[1], real)
 
 # %% ../../nbs/sbm/41_attention.ipynb #90545ca4
-def _on_list(q, k, v, a, z, edges, window, gradient, real, impl):
+def _on_list(q, k, v, a, z, edges, window, gradient, real, impl, given=False):
     presence = straight_through_presence(a, z, edges)
+    if given:                                               # such a list may name masked points
+        cloud = edges[0] // q.shape[1]
+        kept = real[cloud, edges[1]] & real[cloud, edges[2]]
+        edges, presence = edges[:, kept], presence[kept]
     if window:
         edges, presence = _with_window(edges, presence, q.shape[1], real, window)
     return edge_attention(q, k, v, edges, presence=presence, rule=gradient, impl=impl), presence.sum(), edges
@@ -203,22 +211,24 @@ def _info(count, kept, real, q, v, y):
 def _check_model(q, k, v, y, s, z, mask):
     check_qkv_form(q, k, v, mask)
     for name, x, dims in (("y", y, 4), ("s", s, 3), ("z", z, 4)):
-        check_points(name, x, dims)
+        check_form(name, x, dims)
+        if torch.promote_types(x.dtype, torch.float32) != torch.promote_types(q.dtype, torch.float32):
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
     heads, clusters = q.shape[1], y.shape[3]
     for name, x, shape in (("k", k, q.shape), ("y", y, (*q.shape[:3], clusters)), ("s", s, (heads, clusters, clusters)),
                            ("z", z, (*q.shape[:3], clusters))):
         if x.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+    for name, x in (("y", y), ("s", s), ("z", z)):
+        check_finite(name, x if name == "s" or mask is None else x.masked_fill(~mask[:, None, :, None], 0))
 
 
 def _check_options(sampler, exploration, window, gradient, impl):
     for name, value, choices in (("sampler", sampler, _SAMPLERS), ("gradient", gradient, PRESENCE_RULES),
                                  ("impl", impl, ("fast", "reference"))):
         check_choice(name, value, choices)
-    if not 0 <= exploration <= 1:
-        raise ValueError(f"exploration must lie between 0 and 1, got {exploration!r}")
-    if not isinstance(window, int) or isinstance(window, bool) or window < 0:
-        raise ValueError(f"window must be an integer >= 0, got {window!r}")
+    check_number("exploration", exploration, 0, 1)
+    check_count("window", window, 0)
 
 # %% ../../nbs/sbm/41_attention.ipynb #14baf643
 class _HeadNetwork(nn.Module):
@@ -306,7 +316,7 @@ class SBMAttention(nn.Module):
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`.
         """
-        x, _ = checked_cloud(x, coords, mask, self.query.in_features)
+        x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
                    for f in (self.query, self.key, self.value))
         found = sbm_attention(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.attention import check_choice, edge_products, sees_values
+from ..core.attention import check_choice, check_generator, edge_products, sees_values
 
 # %% ../../nbs/sbm/40_fastrg.ipynb #8d8ab27a
 def _reference(y, b, z, generator):
@@ -157,8 +157,9 @@ def fastrg(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*g k k"], z: Float[Tens
     """
     _check_model(y, b, z, undirected or self_loops is not None)
     check_choice("impl", impl, ("fast", "reference"))
+    check_generator(generator)
     batched = y.dim() == 3
-    y, b, z = (x if batched else x[None] for x in (y, b, z))
+    y, b, z = (_wide(x if batched else x[None]) for x in (y, b, z))
     b = b / 2 if undirected else b
     draw = _draw if impl == "fast" else _draw_reference
     points, target = draw(y, b, z, duplicates, generator)
@@ -181,6 +182,8 @@ def _check_model(y, b, z, one_list):
             raise TypeError(f"{name} must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
         if x.dim() not in (2, 3) or x.dim() != y.dim():
             raise ValueError(f"y, b, z must have 2 dimensions each, or 3 each, got shapes {_shapes(y, b, z)}")
+    if not y.dtype == b.dtype == z.dtype:
+        raise TypeError(f"y, b, z must share a dtype, got {y.dtype}, {b.dtype}, {z.dtype}")
     k = y.shape[-1]
     if b.shape[-2:] != (k, k) or z.shape[-1] != k or not y.shape[:-2] == b.shape[:-2] == z.shape[:-2]:
         raise ValueError(f"y, b, z must have shapes (n, k), (k, k), (m, k) and one batch, got {_shapes(y, b, z)}")
@@ -194,6 +197,11 @@ def _check_model(y, b, z, one_list):
             raise ValueError(f"{name} must hold finite numbers >= 0, found {low.item():g} to {high.item():g}")
     if one_list and y.shape != z.shape:
         raise ValueError(f"undirected and self_loops need one list of points, got {_shapes(y, b, z)}")
+
+
+def _wide(x):
+    "In float32 at least."
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _shapes(*tensors):
@@ -286,8 +294,9 @@ def bernoulli(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*g k k"], z: Float[T
     """
     _check_model(y, b, z, self_loops is not None)
     check_choice("impl", impl, ("fast", "reference"))
+    check_generator(generator)
     batched = y.dim() == 3
-    y, b, z = (x if batched else x[None] for x in (y, b, z))
+    y, b, z = (_wide(x if batched else x[None]) for x in (y, b, z))
     a, n, m = y @ b, y.shape[1], z.shape[1]
     if impl == "reference":
         rows = torch.ones(a.shape[:2], dtype=torch.bool, device=a.device)
