@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..core.attention import has_values
+from ..core.attention import (check_boolean, check_count, check_form, check_generator, check_mask, check_number,
+                                       has_values)
 
 # %% ../../nbs/hept/31_hashing.ipynb #e0bda8a4
 def raw_codes(x: Float[Tensor, "b h n d"], directions: Float[Tensor, "t h d"]) -> Float[Tensor, "t b h n"]:
@@ -32,6 +33,11 @@ def raw_codes(x: Float[Tensor, "b h n d"], directions: Float[Tensor, "t h d"]) -
         >>> raw_codes(torch.randn(1, 8, 50, 30), torch.randn(3, 8, 30)).shape
         torch.Size([3, 1, 8, 50])
     """
+    check_form("x", x, 4)
+    check_form("directions", directions, 3)
+    if directions.shape[1:] != x.shape[1::2] or directions.dtype != x.dtype:
+        raise ValueError(f"directions must be (tables, {x.shape[1]} heads, {x.shape[3]} channels) of {x.dtype}, as x, "
+                         f"got {tuple(directions.shape)} of {directions.dtype}")
     return torch.einsum("bhnd,thd->tbhn", x, directions)
 
 # %% ../../nbs/hept/31_hashing.ipynb #d30b2cd9
@@ -51,12 +57,19 @@ def bucket_labels(values: Float[Tensor, "... n"], buckets: Float[Tensor, "..."],
         Labels 0 .. ceil(B) - 1; equal values are told apart by their index.
 
     Raises:
-        ValueError: B < 1 or not finite.
+        TypeError, ValueError: B < 1 or not finite; values that are not floating, a mask that does not fit.
 
     Example:
         >>> bucket_labels(torch.tensor([0.3, 0.1, 0.2, 0.9]), torch.tensor(2.0))
         tensor([1, 0, 0, 1])
     """
+    check_form("values", values)
+    if isinstance(buckets, Tensor) and (buckets.is_complex() or buckets.dtype == torch.bool):
+        raise TypeError(f"buckets must be real numbers, got {buckets.dtype}")
+    if not isinstance(buckets, Tensor):
+        check_number("buckets", buckets)
+    if mask is not None:
+        check_boolean("mask", mask, values.shape)
     buckets = torch.as_tensor(buckets, dtype=torch.float32, device=values.device)
     if has_values(buckets) and not (torch.isfinite(buckets) & (buckets >= 1)).all():
         raise ValueError(f"buckets must be finite and at least 1, got {buckets.flatten()[:4].tolist()}")
@@ -128,12 +141,22 @@ def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | N
     Returns:
         Permutations: `order[..., r]` is the point at place r. Ties by index.
 
+    Raises:
+        TypeError, ValueError: base codes that are not floating, or labels or a mask that do not fit.
+
     Example:
         >>> base = torch.tensor([0.5, 0.1, 0.3]).view(1, 1, 1, 3)
         >>> sort_order(base, torch.tensor([0, 1, 0]).view(1, 1, 1, 3)).flatten()
         tensor([2, 0, 1])
     """
+    check_form("base", base, 4)
+    check_mask(mask, base.shape[1], base.shape[3])
     label = torch.zeros_like(base, dtype=torch.long) if label is None else label
+    if not isinstance(label, Tensor) or label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:
+        raise TypeError(f"label must be an integer tensor, got {getattr(label, 'dtype', type(label).__name__)}")
+    if label.shape != base.shape:
+        raise ValueError(f"label must have the shape of base, {tuple(base.shape)}, got {tuple(label.shape)}")
+    label = label.long()
     if mask is not None:
         label = torch.where(mask[None, :, None], label, label.amax() + 1)
     key = (label << 32) | _float_bits(base)
@@ -179,14 +202,16 @@ def draw_buckets(tables: int, heads: int, total: float, *, functions: int = 2, t
         B >= 1.
 
     Raises:
-        ValueError: total < 1.
+        TypeError, ValueError: total < 1, a count that is no integer >= 1, a generator that is none.
 
     Example:
         >>> draw_buckets(3, 8, 150).prod(-1).allclose(torch.tensor(150.0))
         True
     """
-    if not total >= 1:
-        raise ValueError(f"total must be at least 1, got {total}")
+    for name, value in (("tables", tables), ("heads", heads), ("functions", functions)):
+        check_count(name, value)
+    check_number("total", total, 1)
+    check_generator(generator)
     root = total ** (1 / functions)
     low, high = min(2.0, root), max(2 * root - 2, root)
     drawn = torch.rand(tables, heads, functions, generator=generator) * (high - low) + low

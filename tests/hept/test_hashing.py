@@ -169,5 +169,5 @@ def test_drawn_thirds():
 
 @pytest.mark.parametrize("total", [0.5, -1.0, math.nan])
 def test_refuses_a_total_below_one(total):
-    with pytest.raises(ValueError, match="total must be at least 1"):
+    with pytest.raises(ValueError, match="total must be a finite number >= 1"):
         draw_buckets(1, 1, total)
