@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..core.attention import (attention_logits, check_choice, check_count, check_points, check_qkv,
+from ..core.attention import (attention_logits, check_boolean, check_choice, check_count, check_generator, check_points, check_qkv,
+                                       check_scale,
                                        composed_gradients, fused_attention, sees_values, transformed)
 from ..core.relaxation import random_integers
 
@@ -90,11 +91,7 @@ def cycle_successor(order: Int[Tensor, "... n"], mask: Bool[Tensor, "... n"] | N
     check_order("order", order)
     if mask is None:
         return _advance(order, 1)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"mask must be a boolean tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
-    sizes = zip(mask.shape[::-1], order.shape[::-1], strict=False)
-    if mask.dim() > order.dim() or any(m not in (1, o) for m, o in sizes):
-        raise ValueError(f"mask must broadcast to shape {tuple(order.shape)} (..., points), got {tuple(mask.shape)}")
+    check_boolean("mask", mask, order.shape)
     order, count = _real_first(order, mask)
     return _advance(order, 1, count)
 
@@ -117,6 +114,7 @@ def cycle_pattern(order: Int[Tensor, "... n"]) -> Bool[Tensor, "... n n"]:
         >>> cycle_pattern(torch.tensor([0, 2, 1])).int().tolist()
         [[1, 0, 1], [1, 1, 0], [0, 1, 1]]
     """
+    check_order("order", order)
     eye = torch.eye(order.shape[-1], dtype=torch.bool, device=order.device)
     return eye.expand(*order.shape, -1).scatter(-1, cycle_successor(order)[..., None], True)
 
@@ -163,6 +161,8 @@ def sample_cycle(n: int, *, batch: tuple[int, ...] = (), generator: torch.Genera
         raise TypeError(f"batch must be a tuple of ints, got {type(batch).__name__}")
     for size in batch:
         check_count("batch", size)
+    check_generator(generator)
+    n = int(n)
     device = torch.device(generator.device if device is None and generator is not None else device or "cpu")
     if not batch:
         return torch.randperm(n, generator=generator, device=device)
@@ -415,7 +415,6 @@ class _RatioAttention(torch.autograd.Function):
 # %% ../../nbs/sampled/50_cycles.ipynb #d3567801
 def _checked(q, k, v, mask, order, name, leading):
     "Inputs in at least single precision with masked points hidden, and orders as (leading, b or 1, h or 1, n)."
-    check_qkv(q, k, v, mask)
     b, h, n, _ = q.shape
     if k.shape[2] != n:
         raise ValueError(f"q and k must be the same points, got {n} queries and {k.shape[2]} keys")
@@ -488,6 +487,8 @@ def dense_limit_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d
         torch.Size([1, 2, 10, 4])
     """
     check_choice("impl", impl, ("fast", "reference"))
+    check_qkv(q, k, v, mask)
+    check_scale(scale)
     dtype, scale = q.dtype, q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, orders, count = _checked(q, k, v, mask, orders, "orders", 1)
     return _ratio(q, k, v, orders, count, scale, impl).to(dtype)
@@ -566,6 +567,8 @@ def shift_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
         True
     """
     check_choice("impl", impl, ("fast", "reference"))
+    check_qkv(q, k, v, mask)
+    check_scale(scale)
     dtype, scale = q.dtype, q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, order, count = _checked(q, k, v, mask, order, "order", 0)
     check_count("shifts", shifts)

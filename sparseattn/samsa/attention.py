@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_qkv, check_qkv_form,
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_qkv, check_qkv_form, check_scale,
                                        checked_cloud, composed_gradients, dense_attention, hide_masked, sees_values,
                                        transformed)
 from ..core.native import c_kernels
@@ -343,7 +343,7 @@ def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=No
     return _clear(out, mask), index
 
 # %% ../../nbs/samsa/71_attention.ipynb #d1c32331
-def _check_input(q, k, v, scores, samples, tau, mask, supports, impl):
+def _check_input(q, k, v, scores, samples, tau, mask, supports, scale, impl):
     check_qkv_form(q, k, v, mask)
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         kind = getattr(scores, "dtype", type(scores).__name__)
@@ -352,6 +352,7 @@ def _check_input(q, k, v, scores, samples, tau, mask, supports, impl):
         raise ValueError(f"scores must have shape {tuple(k.shape[:3])} (batch, heads, keys), got {tuple(scores.shape)}")
     check_count("samples", samples)
     check_tau(tau)
+    check_scale(scale)
     check_choice("impl", impl, ("fast", "reference"))
     if supports is not None:
         sizes = [tuple(part.shape) for part in supports]
@@ -395,7 +396,7 @@ def samsa_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
         >>> samsa_attention(q, k, v, torch.randn(2, 4, 100), samples=16).shape
         torch.Size([2, 4, 100, 8])
     """
-    _check_input(q, k, v, scores, samples, tau, mask, supports, impl)
+    _check_input(q, k, v, scores, samples, tau, mask, supports, scale, impl)
     if impl == "reference":
         return _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale)[0]
     return _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale,
@@ -487,8 +488,8 @@ def _check_options(samples, tau, supports, inference):
     check_count("samples", samples)
     check_tau(tau)
     check_choice("inference", inference, ("top-k", "mixed", "noise"))
-    if supports is not None and (not isinstance(supports, int) or supports < 0):
-        raise ValueError(f"supports must be None or an integer >= 0, got {supports!r}")
+    if supports is not None:
+        check_count("supports", supports, 0)
 
 # %% ../../nbs/samsa/71_attention.ipynb #ed6517dc
 @register_attention("samsa")
@@ -547,7 +548,7 @@ class SAMSAAttention(_Parts):
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; fewer rows than samples.
         """
-        x, _ = checked_cloud(x, coords, mask, self.query.in_features)
+        x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         if noise is None and (self.training or self.inference == "noise"):
             noise = self.draw(*x.shape[:2], generator)
         hard = self.hard or not self.training and self.inference == "top-k"

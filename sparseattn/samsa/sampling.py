@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.attention import check_choice, check_count, check_finite, composed_gradients, transformed
 from ..core.native import c_kernels
-from ..core.relaxation import (check_noise, check_tau, gumbel, gumbel_softmax, gumbel_top_k,
+from ..core.relaxation import (_check_scores, check_noise, check_tau, gumbel, gumbel_softmax, gumbel_top_k,
                                         straight_through)
 from ..core.tiles import TILES
 
@@ -67,6 +67,7 @@ def sample_with_replacement(x: Float[Tensor, "b n c"], scores: Float[Tensor, "b 
     """
     check_count("k", k)
     _check_rows(x, scores, 1)
+    _check_scores("scores", scores, -1)
     weights = gumbel_softmax(scores[:, None].expand(-1, k, -1), tau=tau, hard=hard, noise=noise, generator=generator)
     rows = x.masked_fill((scores == -torch.inf)[..., None], 0)
     check_finite("x", rows)
@@ -343,6 +344,7 @@ def sample_without_replacement(x: Float[Tensor, "b n c"], scores: Float[Tensor, 
     check_tau(tau)
     check_choice("impl", impl, ("fast", "reference"))
     _check_rows(x, scores, 2 * k)
+    k = int(k)
     noisy = _noisy(scores, noise, generator)
     index = gumbel_top_k(noisy, 2 * k, noise=noisy.new_zeros(()))
     rows = _take(x.detach(), index)
@@ -361,7 +363,6 @@ def _noisy(scores, noise, generator):
     if noise is None:
         noise = gumbel(tuple(scores.shape), generator=generator, dtype=scores.dtype, device=scores.device)
     check_noise(noise, scores.shape)
-    check_finite("noise", noise)
     return scores + noise
 
 # %% ../../nbs/samsa/70_sampling.ipynb #8ff4f3fb

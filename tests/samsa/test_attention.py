@@ -374,7 +374,7 @@ def test_bad_input():
     cases = [(lambda: samsa_attention(x, x, x, scores[..., :3], samples=1), "scores must have shape"),
              (lambda: samsa_attention(x, x, x, scores + torch.nan, samples=1), "scores and noise must be finite"),
              (lambda: samsa_attention(x, x, x, scores + torch.inf, samples=1), "scores and noise must be finite"),
-             (lambda: samsa_attention(x, x, x, scores, samples=1, noise=scores + torch.nan), "scores and noise"),
+             (lambda: samsa_attention(x, x, x, scores, samples=1, noise=scores + torch.nan), "noise must be finite"),
              (lambda: samsa_attention(x, x, x, scores, samples=5), "found 4"),
              (lambda: samsa_attention(x, x, x, scores - torch.inf, samples=1), "found 0"),
              (lambda: samsa_attention(x, x, x, scores, samples=4, mask=torch.ones(1, 4).bool().tril(2)), "found 3"),
