@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (
-    AttentionInfo, check_choice, check_count, check_points, check_qkv_form, checked_cloud, edge_attention,
-    fused_attention, hide_masked, uncompiled)
+    AttentionInfo, check_choice, check_count, check_finite, check_form, check_mask, check_number, check_points,
+    check_qkv_form, checked_cloud, edge_attention, fused_attention, hide_masked, uncompiled)
 from ..core.points import farthest_point_sampling, knn
 from ..core.transformer import head_channels, register_attention
 
@@ -35,10 +35,14 @@ def cross_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
     Returns:
         Weighted means of the values; 0 where a set has no real keys.
 
+    Raises:
+        TypeError, ValueError: shapes or dtypes that do not fit, see `check_qkv_form`; NaN is not looked for.
+
     Example:
         >>> cross_attention(torch.randn(1, 2, 3, 4), *torch.randn(2, 1, 2, 5, 4)).shape
         torch.Size([1, 2, 3, 4])
     """
+    check_qkv_form(q, k, v, mask)
     if mask is None:
         return fused_attention(q, k, v)
     some = mask.any(1)[:, None, None, None]
@@ -289,7 +293,7 @@ class InducingAttention(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
         """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
-        x, _ = checked_cloud(x, coords, mask, self.query.in_features)
+        x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         held = self.write(self.points.expand(len(x), -1, -1), x, mask)
         q, k, v = (_split(f(s), self.heads) for f, s in ((self.query, x), (self.key, held), (self.value, held)))
         read = cross_attention(q * self.heads**-0.5, k, v).transpose(1, 2).flatten(2)
@@ -368,7 +372,7 @@ class _Near(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
         """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
-        x, coords = checked_cloud(x, coords, mask, self.query.in_features)
+        x, coords = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         if coords is None:
             raise ValueError(f"coords are needed, shape ({x.shape[0]}, {x.shape[1]}, any), got None")
         with torch.no_grad():
@@ -432,12 +436,23 @@ def window_cells(coords: Float[Tensor, "b n k"], size: float, *, shift: bool = F
         shift: move the grid by half a window.
         mask: True = a real point; the others do not count for the corner.
 
+    Raises:
+        TypeError, ValueError: input that does not fit; a size that is not above 0, or of which the cloud holds more than
+            its dtype counts.
+
     Example:
         >>> window_cells(torch.tensor([[[5.0], [5.9], [6.2]]]), 1.0).flatten().tolist()
         [0.0, 0.0, 1.0]
     """
+    check_form("coords", coords, 3)
+    check_mask(mask, *coords.shape[:2])
+    check_number("size", size)
+    if size <= 0:
+        raise ValueError(f"size must be above 0, got {size!r}")
     low = coords if mask is None else coords.masked_fill(~mask[..., None], math.inf)
-    return ((coords - low.amin(1, keepdim=True)) / size + 0.5 * shift).floor()
+    cells = ((coords - low.amin(1, keepdim=True)) / size + 0.5 * shift).floor()
+    check_finite("coords / size", hide_masked(cells, mask))
+    return cells
 
 
 def _labels(cells, mask):
@@ -473,6 +488,9 @@ def thinned(coords: Float[Tensor, "b n k"], every: int, *, sample: str = "farthe
     """
     check_count("every", every)
     check_choice("sample", sample, ("farthest", "stride"))
+    check_form("coords", coords, 3)
+    check_mask(mask, *coords.shape[:2])
+    check_finite("coords", hide_masked(coords, mask))
     real = torch.ones(coords.shape[:2], dtype=torch.bool, device=coords.device) if mask is None else mask
     if sample == "stride":
         return real & ((real.cumsum(1) - 1) % every == 0)
@@ -514,10 +532,15 @@ def stratified_pattern(coords: Float[Tensor, "b n k"], *, window: float, large: 
 
 def _checked_windows(coords, window, large, mask):
     "Coordinates in float32 or better with masked ones 0, and the larger size."
+    check_number("window", window)
     large = 2 * window if large is None else large
-    if not (math.isfinite(large) and large >= window > 0):
+    check_number("large", large)
+    if not large >= window > 0:
         raise ValueError(f"window and large must be finite numbers with 0 < window <= large, got {window} and {large}")
-    _, coords = checked_cloud(coords.detach(), coords.detach(), mask, coords.shape[-1])
+    check_form("coords", coords, 3)
+    check_mask(mask, *coords.shape[:2])
+    coords = hide_masked(coords.detach(), mask)
+    check_finite("coords", coords)
     return coords.to(torch.promote_types(coords.dtype, torch.float32)), large
 
 # %% ../../nbs/baselines/27_sets.ipynb #dd845d8e

@@ -488,7 +488,7 @@ def test_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="conv must have shape .* odd width"):
         nystrom_attention(q, k, v, landmarks=3, conv=torch.randn(2, 4))
     for buckets in (3, 10, 0, -2):
-        with pytest.raises(ValueError, match="buckets must be 1 or even and at most 8"):
+        with pytest.raises(ValueError, match="buckets must be"):
             reformer_attention(q, v, rotations=rotations, buckets=buckets)
     with pytest.raises(ValueError, match="rotations must have shape"):
         reformer_attention(q, v, rotations=rotations[..., :5, :])
@@ -503,7 +503,7 @@ def test_refuses_what_does_not_fit():
 @pytest.mark.parametrize("name, options, message", [
     ("linformer", dict(max_length=0), "max_length"), ("linformer", dict(max_length=9, rank=0), "rank"),
     ("linformer", dict(max_length=9, share="all"), "share"), ("nystrom", dict(conv=4), "conv"),
-    ("nystrom", dict(landmarks=0), "landmarks"), ("performer", dict(features=0), "count"),
+    ("nystrom", dict(landmarks=0), "landmarks"), ("performer", dict(features=0), "features"),
     ("reformer", dict(rounds=0), "rounds"), ("reformer", dict(chunk=0), "chunk"), ("window", dict(width=0), "width"),
     ("linear", dict(head_dim=0), "head_dim"),
 ])
