@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import check_choice, check_count, check_mask, check_points, hide_masked, uncompiled
+from ..core.attention import (check_choice, check_count, check_form, check_mask, check_number, check_points,
+                                      hide_masked, sees_values, uncompiled)
 from ..core.points import farthest_point_sampling, interpolate, knn, squared_distance
 
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
@@ -117,6 +118,10 @@ def _check_index(index, x):
         raise TypeError(f"index must be an int64 tensor, got {getattr(index, 'dtype', type(index).__name__)}")
     if index.dim() != 3 or index.shape[:2] != x.shape[:2] or not index.shape[2]:
         raise ValueError(f"index must have shape {(*x.shape[:2], 'k')}, got {tuple(index.shape)}")
+    if sees_values(index):                                  # a number too large would be a row of the next cloud
+        low, high = (i.item() for i in index.aminmax())
+        if not (0 <= low and high < x.shape[1]):
+            raise ValueError(f"index must lie in 0..{x.shape[1] - 1}, found {low} to {high}")
 
 
 def _check_whole(**counts):
@@ -319,6 +324,7 @@ def neighbours(points: Float[Tensor, "b n c"], k: int, *, queries: Float[Tensor,
         [[[0, 2], [0, 2], [2, 0]]]
     """
     check_count("k", k)
+    _check_clouds(points, queries, mask)
     width = min(k, points.shape[1])
 
     def search(clouds, count):
@@ -328,6 +334,16 @@ def neighbours(points: Float[Tensor, "b n c"], k: int, *, queries: Float[Tensor,
 
     with torch.no_grad():
         return uncompiled(_by_size)(width, mask, points, search)
+
+
+def _check_clouds(points, queries, mask):
+    check_form("points", points, 3)
+    if queries is not None:
+        check_form("queries", queries, 3)
+        if queries.shape[::2] != points.shape[::2]:
+            raise ValueError(f"queries must have the batch and coordinates of points, got shapes {tuple(queries.shape)} "
+                             f"and {tuple(points.shape)}")
+    check_mask(mask, *points.shape[:2])
 
 # %% ../../nbs/baselines/28_graphs.ipynb #ec2d0fd7
 def ball_query(points: Float[Tensor, "b n c"], radius: float, k: int, *, queries: Float[Tensor, "b q c"],
@@ -350,6 +366,8 @@ def ball_query(points: Float[Tensor, "b n c"], radius: float, k: int, *, queries
         >>> ball_query(line, 2.0, 3, queries=line).tolist()
         [[[0, 1, 0], [1, 0, 1], [2, 2, 2]]]
     """
+    check_number("radius", radius)
+    check_form("queries", queries, 3)
     if not radius > 0:
         raise ValueError(f"radius must be positive, got {radius!r}")
     near = neighbours(points, k, queries=queries, mask=mask)
@@ -561,10 +579,15 @@ def _pointnet2(model, points, x, mask, kind):
 def edge_features(x: Float[Tensor, "b n c"], index: Int[Tensor, "b n k"]) -> Float[Tensor, "b n k d"]:
     """Each point beside the difference to each of its neighbours, d = 2 c. DGCNN, Sec 3.1 and Eq 7.
 
+    Raises:
+        TypeError, ValueError: an index that does not fit, or is out of range.
+
     Example:
         >>> edge_features(torch.tensor([[[1.0], [4.0]]]), torch.tensor([[[1], [1]]])).tolist()
         [[[[1.0, 3.0]], [[4.0, 0.0]]]]
     """
+    check_form("x", x, 3)
+    _check_index(index, x)
     centre = x[:, :, None].expand(-1, -1, index.shape[2], -1)
     return torch.cat([centre, _take(x, index) - centre], -1)
 

@@ -672,6 +672,7 @@ def mixture_parameters(outputs: Float[Tensor, "b k c"], dims: int, *, floor: flo
     """
     check_points("outputs", outputs, 3)
     check_count("dims", dims)
+    check_number("floor", floor, 0)
     if outputs.shape[2] not in (dims + 2, 2 * dims + 1):
         raise ValueError(f"outputs must have {dims + 2} channels (one scale) or {2 * dims + 1} (one an axis) for "
                          f"dims {dims}, got shape {tuple(outputs.shape)}")
