@@ -456,8 +456,10 @@ def position_set(x: Float[Tensor, "b n c"], index: Int[Tensor, "b n k"]) -> Floa
         >>> position_set(torch.tensor([[[1.0], [4.0]]]), torch.tensor([[[1], [0]]])).flatten()
         tensor([ 1.,  3.,  4., -3.])
     """
-    _check_tensor("x", x, 3)
+    check_form("x", x, 3)
     near = gather_points(x, index)
+    if near.dim() != 4 or near.shape[1] != x.shape[1]:
+        raise ValueError(f"index must have shape {(*x.shape[:2], 'k')}, got {tuple(index.shape)}")
     own = x[:, :, None].expand_as(near)
     return torch.cat([own, near - own], -1)
 
@@ -716,6 +718,7 @@ def expected_distinct(chances: Float[Tensor, "*shape m n"]) -> Float[Tensor, "*s
         >>> expected_distinct(torch.full((2, 2), 0.5))
         tensor(1.5000)
     """
+    check_form("chances", chances)
     _check_tensor("chances", chances, 2)
     return (1 - (1 - chances).prod(-2)).sum(-1)
 

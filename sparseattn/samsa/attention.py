@@ -472,6 +472,8 @@ def samsa_flops(n: int, samples: int, d: int, *, mixed: bool = False) -> int:
         >>> samsa_flops(1000, 100, 32), samsa_flops(1000, 100, 32, mixed=True)
         (12800000, 14080000)
     """
+    for name, value in (("n", n), ("samples", samples), ("d", d)):
+        check_count(name, value, 0)
     return 4 * n * samples * d + 4 * samples * samples * d * mixed
 
 

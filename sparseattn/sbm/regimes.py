@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.attention import check_count, check_finite, check_form
+
 # %% ../../nbs/sbm/48_regimes.ipynb #e0cd7dc8
 def bell_gap(p: Float[Tensor, "*b n m"]) -> Float[Tensor, "*b"]:
     """Largest p_ij + p_i'j' - 1 - min(p_ij', p_i'j) over rows i != i' and columns j != j'; differentiable.
@@ -29,8 +31,8 @@ def bell_gap(p: Float[Tensor, "*b n m"]) -> Float[Tensor, "*b"]:
         >>> bell_gap(torch.eye(3)), bell_gap(torch.eye(3) / 3)
         (tensor(1.), tensor(-0.3333))
     """
-    if not isinstance(p, Tensor) or not p.is_floating_point():
-        raise TypeError(f"p must be a floating-point tensor, got {getattr(p, 'dtype', type(p).__name__)}")
+    check_form("p", p)
+    check_finite("p", p)
     if p.dim() < 2 or min(p.shape[-2:]) < 2:
         raise ValueError(f"p needs two rows and two columns at least, got shape {tuple(p.shape)}")
     gain = _largest_other(p) - p
@@ -65,8 +67,7 @@ def block_bound(off: Float[Tensor, "*s"], blocks: int) -> Float[Tensor, "*s"]:
     """
     if not isinstance(off, Tensor) or not off.is_floating_point():
         raise TypeError(f"off must be a floating-point tensor, got {getattr(off, 'dtype', type(off).__name__)}")
-    if blocks < 2:
-        raise ValueError(f"blocks must be 2 or more, got {blocks}")
+    check_count("blocks", blocks, 2)
     if not ((off >= 0) & (off <= 1)).all():
         raise ValueError(f"off must hold probabilities, got {off.min().item():g} to {off.max().item():g}")
     m = torch.arange(1, blocks, dtype=off.dtype, device=off.device)
