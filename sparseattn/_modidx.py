@@ -79,6 +79,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'sparseattn/baselines/graphs.py'),
                                              'sparseattn.baselines.graphs._by_size': ( 'baselines/graphs.html#_by_size',
                                                                                        'sparseattn/baselines/graphs.py'),
+                                             'sparseattn.baselines.graphs._check_clouds': ( 'baselines/graphs.html#_check_clouds',
+                                                                                            'sparseattn/baselines/graphs.py'),
                                              'sparseattn.baselines.graphs._check_index': ( 'baselines/graphs.html#_check_index',
                                                                                            'sparseattn/baselines/graphs.py'),
                                              'sparseattn.baselines.graphs._check_whole': ( 'baselines/graphs.html#_check_whole',

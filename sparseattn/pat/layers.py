@@ -456,6 +456,7 @@ def position_set(x: Float[Tensor, "b n c"], index: Int[Tensor, "b n k"]) -> Floa
         >>> position_set(torch.tensor([[[1.0], [4.0]]]), torch.tensor([[[1], [0]]])).flatten()
         tensor([ 1.,  3.,  4., -3.])
     """
+    _check_tensor("x", x, 3)
     check_form("x", x, 3)
     near = gather_points(x, index)
     if near.dim() != 4 or near.shape[1] != x.shape[1]:

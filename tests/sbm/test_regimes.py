@@ -105,7 +105,7 @@ def test_bad_input():
     for shape in ((3,), (1, 4), (4, 1)):
         with pytest.raises(ValueError, match="two rows and two columns"):
             bell_gap(torch.zeros(shape))
-    with pytest.raises(ValueError, match="2 or more"):
+    with pytest.raises(ValueError, match="blocks must be an integer >= 2"):
         block_bound(torch.zeros(1), 1)
     for off in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="probabilities"):
