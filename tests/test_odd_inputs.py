@@ -173,8 +173,8 @@ def functions():
 CASES = [*layers(), *((f.__name__, f, good) for f, good in functions())]
 
 # Left out: flags (Python takes anything for true or false); sparse, meta and quantised tensors; sizes that only memory
-# refuses; losses, lab and most of data, which check in their own words; mixture_update, whose shares hold a few roundings
-# of the dtype; building blocks that check nothing, as fused_attention, attention_logits, append_coordinates; and
+# refuses; losses, lab and most of data, which check in their own words; mixture_update, whose shares hold roundings of
+# the dtype; building blocks that check nothing, as fused_attention, attention_logits, append_coordinates; and
 LEFT_OUT = {"gumbel shape"}    # no ints under torch.compile; torch's message names what is odd
 REFUSED, SAME, EITHER, FINITE, ANY = "refused", "same", "either", "finite", "any"
 FLOATS = torch.float16, torch.bfloat16, torch.float64

@@ -15,14 +15,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_count, check_qkv, checked_cloud, dense_attention,
-                                       has_values, masked_softmax, merge_attention)
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form, check_generator,
+                                       check_points, check_qkv_form, checked_cloud, dense_attention, has_values,
+                                       masked_softmax, merge_attention)
 from ..core.transformer import attention_flops, head_channels, register_attention
 
 # %% ../../nbs/baselines/26_transformers.ipynb #acbbe536
-def _prepared(q, k, v, mask):
-    "Checked q, k, v in float32 or better, masked points 0."
-    check_qkv(q, k, v, mask)
+def _prepared(q, k, v, mask, name="q"):
+    "Checked q, k, v in float32 or better, masked points 0; `name`: of the first."
+    check_qkv_form(q, k, v, mask)
+    for key, x in {"k": k, "v": v, name: q}.items():
+        if q is not k or key != "k":
+            check_finite(key, _hide(x, mask) if x.shape[2] == k.shape[2] else x)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q and k must have the same points, got {q.shape[2]} and {k.shape[2]}")
     return [_hide(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, mask) for x in (q, k, v)]
@@ -69,7 +73,7 @@ def linear_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
         >>> linear_attention(x, x, x).shape
         torch.Size([2, 4, 10, 8])
     """
-    dtype, (q, k, v) = q.dtype, _prepared(q, k, v, mask)
+    (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
     sums = _hide(_elu_plus_one(k), mask).transpose(-1, -2) @ _with_ones(v)
     return _finished(_over_total(_elu_plus_one(q) @ sums), mask, dtype)
 
@@ -98,6 +102,7 @@ def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: boo
     """
     for name, value in (("count", count), ("dim", dim), ("heads", heads)):
         check_count(name, value)
+    check_generator(generator)
     if not orthogonal:
         return torch.randn(heads, count, dim, generator=generator)
     groups = -(-count // dim)
@@ -128,8 +133,9 @@ def performer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         >>> performer_attention(x, x, x, features=orthogonal_features(16, 8)).shape
         torch.Size([2, 4, 10, 8])
     """
-    dtype, (q, k, v) = q.dtype, _prepared(q, k, v, mask)
-    if features.dim() != 3 or features.shape[0] not in (1, q.shape[1]) or features.shape[2] != q.shape[3]:
+    (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
+    check_points("features", features, 3)
+    if features.shape[0] not in (1, q.shape[1]) or features.shape[2] != q.shape[3]:
         raise ValueError(f"features must have shape ({q.shape[1]} or 1 heads, any, {q.shape[3]} channels), "
                          f"got {tuple(features.shape)}")
     to_k = _exponents(k, features.to(k))
@@ -169,11 +175,12 @@ def linformer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         >>> linformer_attention(x, x, x, project_k=torch.randn(1, 3, 12)).shape
         torch.Size([2, 4, 10, 8])
     """
-    dtype, (q, k, v) = q.dtype, _prepared(q, k, v, mask)
+    (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
     project_v = project_k if project_v is None else project_v
     (_, heads, n, d) = q.shape
     for name, x in (("project_k", project_k), ("project_v", project_v)):
-        if x.dim() != 3 or x.shape[0] not in (1, heads) or x.shape[2] < n or x.shape[1] != project_k.shape[1]:
+        check_points(name, x, 3)
+        if x.shape[0] not in (1, heads) or x.shape[2] < n or x.shape[1] != project_k.shape[1]:
             raise ValueError(f"{name} must have shape (1 or {heads} heads, rank, at least {n} columns), "
                              f"got {tuple(x.shape)}")
     k, v = project_k[..., :n].to(k) @ k, project_v[..., :n].to(v) @ v
@@ -250,7 +257,7 @@ def nystrom_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], 
         >>> nystrom_attention(x, x, x, landmarks=5).shape
         torch.Size([2, 4, 10, 8])
     """
-    dtype, (q, k, v) = q.dtype, _prepared(q, k, v, mask)
+    (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
     check_count("landmarks", landmarks)
     check_count("steps", steps)
     scale, landmarks = q.shape[3] ** -0.5, min(landmarks, q.shape[2])
@@ -266,7 +273,8 @@ def nystrom_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], 
 # %% ../../nbs/baselines/26_transformers.ipynb #aee2028f
 def _convolved(v, filters):
     b, h, n, e = v.shape
-    if filters.shape[0] != h or filters.dim() != 2 or filters.shape[1] % 2 == 0:
+    check_points("conv", filters, 2)
+    if filters.shape[0] != h or filters.shape[1] % 2 == 0:
         raise ValueError(f"conv must have shape ({h} heads, an odd width), got {tuple(filters.shape)}")
     rows = v.permute(0, 3, 1, 2).reshape(b * e, h, n)
     out = nn.functional.conv1d(rows, filters.to(v)[:, None], padding=filters.shape[1] // 2, groups=h)
@@ -292,7 +300,8 @@ def lsh_buckets(x: Float[Tensor, "b h n d"], rotations: Float[Tensor, "#h r d w"
         >>> lsh_buckets(torch.randn(1, 1, 5, 4), torch.randn(1, 2, 4, 3), 6).shape
         torch.Size([1, 1, 2, 5])
     """
-    if rotations.dim() != 4 or rotations.shape[0] not in (1, x.shape[1]) or rotations.shape[2] != x.shape[3]:
+    check_points("rotations", rotations, 4)
+    if rotations.shape[0] not in (1, x.shape[1]) or rotations.shape[2] != x.shape[3]:
         raise ValueError(f"rotations must have shape ({x.shape[1]} or 1 heads, rounds, {x.shape[3]} channels, any), "
                          f"got {tuple(rotations.shape)}")
     width = rotations.shape[3]
@@ -381,9 +390,11 @@ def reformer_attention(qk: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"]
 def _reformer(qk, v, rotations, chunk, buckets, across_buckets, mask, impl):
     "Attention and the number of (query, key) weights of all rounds."
     check_count("chunk", chunk)
-    if impl not in ("fast", "reference"):
-        raise ValueError(f"impl must be 'fast' or 'reference', got {impl!r}")
-    dtype, (q, _, v) = qk.dtype, _prepared(qk, qk, v, mask)
+    check_choice("impl", impl, ("fast", "reference"))
+    if buckets is not None:
+        check_count("buckets", buckets)
+    check_form("qk", qk, 4)
+    (q, _, v), dtype = _prepared(qk, qk, v, mask, "qk"), qk.dtype
     k = nn.functional.normalize(q, dim=-1) * q.shape[-1] ** 0.5
     if impl == "reference":
         pattern = lsh_pattern(q, rotations=rotations, chunk=chunk, buckets=buckets, across_buckets=across_buckets,
@@ -465,7 +476,7 @@ def sliding_window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h 
         >>> sliding_window_attention(x, x, x, width=2).shape
         torch.Size([2, 4, 10, 8])
     """
-    dtype, (q, k, v) = q.dtype, _prepared(q, k, v, mask)
+    (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
     check_count("width", width)
     b, h, n, d = q.shape
     width = min(width, n)
@@ -502,7 +513,7 @@ class _Baseline(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
         """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
-        x, _ = checked_cloud(x, None, mask, self.query.in_features)
+        x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         q, v = self._split(self.query(x)), self._split(self.value(x))
         k = q if self.key is None else self._split(self.key(x))
         with torch.autocast(x.device.type, enabled=False):
@@ -569,6 +580,7 @@ class PerformerAttention(_Baseline):
                  orthogonal: bool = True, generator: torch.Generator | None = None):
         super().__init__(dim, heads, head_dim)
         self.orthogonal = orthogonal
+        check_count("features", features)
         self.register_buffer("features", orthogonal_features(features, self.head_dim, heads=heads,
                                                              orthogonal=orthogonal, generator=generator))
 
@@ -646,7 +658,7 @@ class NystromAttention(_Baseline):
         super().__init__(dim, heads, head_dim)
         check_count("landmarks", landmarks)
         check_count("steps", steps)
-        if conv is not None and (not isinstance(conv, int) or conv < 1 or conv % 2 == 0):
+        if conv is not None and (isinstance(conv, bool) or not isinstance(conv, int) or conv < 1 or conv % 2 == 0):
             raise ValueError(f"conv must be an odd integer >= 1 or None, got {conv!r}")
         self.landmarks, self.steps = landmarks, steps
         self.conv = None if conv is None else nn.Parameter((torch.rand(heads, conv) * 2 - 1) * conv**-0.5)
@@ -686,6 +698,9 @@ class ReformerAttention(_Baseline):
         super().__init__(dim, heads, head_dim, tied=True)
         for key, value in (("rounds", rounds), ("chunk", chunk), ("max_buckets", max_buckets)):
             check_count(key, value)
+        if buckets is not None:
+            check_count("buckets", buckets)
+        check_generator(generator)
         self.chunk, self.buckets, self.across_buckets = chunk, buckets, across_buckets
         width = -(-(buckets or max_buckets) // 2)
         self.register_buffer("rotations", torch.randn(heads, rounds, self.head_dim, width, generator=generator))

@@ -10,7 +10,6 @@ __all__ = ['block_of', 'multiplicity', 'hept_attention', 'block_info', 'gathered
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (
-    AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_qkv_form, checked_cloud, checked_coords,
+    AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_generator, check_number, check_qkv_form,
+    checked_cloud, checked_coords,
     composed_gradients, hide_masked, masked_softmax, transformed)
 from ..core.kernels import append_coordinates, softmax_as_gaussian
 from ..core.native import c_kernels
@@ -1115,14 +1115,9 @@ def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=F
 # %% ../../nbs/hept/32_attention.ipynb #426899e6
 def _check_options(block_size, combine, floor, impl="fast"):
     check_count("block_size", block_size)
-    _check_number("floor", floor, 0)
+    check_number("floor", floor, 0)
     check_choice("combine", combine, ("sum", "union"))
     check_choice("impl", impl, ("fast", "reference"))
-
-
-def _check_number(name, value, least):
-    if not isinstance(value, Real) or not least <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number >= {least}, got {value!r}")
 
 
 def _check_orders(q, k, **orders):
@@ -1240,7 +1235,8 @@ class _Draws(nn.Module):
         super().__init__()
         check_count("tables", tables)
         check_count("coord_dims", coord_dims)
-        _check_number("regions", 1 if regions is None else regions, 1)
+        check_generator(generator)
+        check_number("regions", 1 if regions is None else regions, 1)
         check_choice("codes", codes, ("coordinates", "features", "none"))
         self.block_size, self.regions, self.codes, self.as_released = block_size, regions, codes, as_released
         functions = 2 if codes == "features" else min(coord_dims, 2)
@@ -1370,6 +1366,7 @@ class _Parts(nn.Module):
         check_choice("hash_by", hash_by, ("features", "coords"))
         if hash_by == "coords" and of_hash["codes"] == "features":
             raise ValueError("codes='features' needs hash_by='features'")
+        check_count("coord_dims", coord_dims)
         self.heads, self.head_dim, self.kernel = heads, head_channels(dim, heads, head_dim), kernel
         channels = heads * self.head_dim
         self.query = nn.Linear(dim, channels, bias=False)
@@ -1509,7 +1506,7 @@ class HEPTAttention(_Parts):
             TypeError, ValueError: input that does not fit, see `checked_cloud`; with `as_released`, a mask or a number
                 of points that is no multiple of the block.
         """
-        x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims)
+        x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims, self.query.weight)
         if self.as_released and mask is not None:
             raise ValueError("mask: as_released knows none; as_released=False does")
         if self.as_released and x.shape[1] % self.block_size:

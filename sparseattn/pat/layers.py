@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_mask,
-                                       check_points, checked_cloud, composed_gradients, fused_attention,
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form, check_generator,
+                                       check_mask,
+                                       check_number, check_points, check_scale, checked_cloud, composed_gradients, fused_attention,
                                        hide_masked, masked_softmax, transformed, uncompiled)
 from ..core.points import gather_points, knn
 from ..core.relaxation import check_noise, check_tau, gumbel
@@ -54,16 +55,10 @@ def _group_attention(x, weight, activation, scale, shuffle, mask, impl):
     return hide_masked(out.reshape(x.shape), mask)
 
 # %% ../../nbs/pat/60_layers.ipynb #47042892
-def _check_dtype(x, weight):
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(f"weight must have the dtype of x, {x.dtype}, got {weight.dtype}")
-
-
 def _check_matrices(weight):
-    if not isinstance(weight, Tensor) or weight.dim() != 3 or weight.shape[1] != weight.shape[2] or 0 in weight.shape:
-        raise ValueError("weight must have shape (groups, c / groups, c / groups), got "
-                         f"{tuple(getattr(weight, 'shape', ()))}")
-    check_finite("weight", weight)
+    check_points("weight", weight, 3)
+    if weight.shape[1] != weight.shape[2]:
+        raise ValueError(f"weight must have shape (groups, c / groups, c / groups), got {tuple(weight.shape)}")
 
 # %% ../../nbs/pat/60_layers.ipynb #65e66650
 def group_attention(x: Float[Tensor, "b n c"], weight: Float[Tensor, "g w w"], *, activation=F.elu,
@@ -94,8 +89,8 @@ def group_attention(x: Float[Tensor, "b n c"], weight: Float[Tensor, "g w w"], *
     """
     check_choice("impl", impl, ("fast", "reference"))
     _check_matrices(weight)
-    x, _ = checked_cloud(x, None, mask, weight.shape[0] * weight.shape[1])
-    _check_dtype(x, weight)
+    x, _ = checked_cloud(x, None, mask, weight.shape[0] * weight.shape[1], weight=weight)
+    check_scale(scale)
     scale = weight.shape[1] ** -0.5 if scale is None else scale
     return _group_attention(x, weight, activation, scale, shuffle, mask, impl)
 
@@ -176,7 +171,7 @@ def group_norm(x: Float[Tensor, "b *points c"], groups: int, weight: Float[Tenso
         tensor([[[-1.,  1.],
                  [-1.,  1.]]])
     """
-    _check_norm(x, groups, over, mask)
+    _check_norm(x, groups, over, mask, weight, bias, eps)
     wide = hide_masked(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, mask)
     axes = (*range(1, x.dim() - 1), -1) if over == "cloud" else (-1,)
     keep = None if mask is None or over == "point" else mask[..., None, None]
@@ -186,8 +181,15 @@ def group_norm(x: Float[Tensor, "b *points c"], groups: int, weight: Float[Tenso
     return hide_masked(out.to(x.dtype), mask)
 
 # %% ../../nbs/pat/60_layers.ipynb #1e57fe55
-def _check_norm(x, groups, over, mask):
+def _check_norm(x, groups, over, mask, weight, bias, eps):
+    check_form("x", x)
     _check_tensor("x", x, 2)
+    for name, of_channel in (("weight", weight), ("bias", bias)):
+        if of_channel is not None:
+            check_form(name, of_channel, 1)
+            if of_channel.shape != x.shape[-1:]:
+                raise ValueError(f"{name} must have shape {tuple(x.shape[-1:])}, got {tuple(of_channel.shape)}")
+    check_number("eps", eps, 0)
     _check_groups("groups", groups, x.shape[-1])
     check_choice("over", over, _OVER)
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
@@ -248,6 +250,7 @@ class GroupAttention(nn.Module):
         check_count("dim", dim)
         check_choice("impl", impl, ("fast", "reference"))
         _check_groups("groups", groups, dim)
+        check_scale(scale)
         width = dim // groups
         self.dim, self.shuffle, self.impl, self.scale = dim, shuffle, impl, width**-0.5 if scale is None else scale
         self.weight = nn.Parameter(torch.empty(groups, width, width).uniform_(-(width**-0.5), width**-0.5))
@@ -271,8 +274,7 @@ class GroupAttention(nn.Module):
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
         """
-        x, _ = checked_cloud(x, coords, mask, self.dim)
-        _check_dtype(x, self.weight)
+        x, _ = checked_cloud(x, coords, mask, self.dim, weight=self.weight)
         out = _group_attention(x, self.weight, F.elu, self.scale, self.shuffle, mask, self.impl)
         return (out, _info(x, self.weight, mask)) if return_info else out
 
@@ -338,8 +340,7 @@ def dilated_pool(points: int, neighbours: int = 32, *, dilation: float = 2.0, ba
     """
     for name, value in (("points", points), ("neighbours", neighbours), ("base", base)):
         check_count(name, value)
-    if not 0 <= dilation < math.inf:
-        raise ValueError(f"dilation must be a finite number >= 0, got {dilation!r}")
+    check_number("dilation", dilation, 0)
     return max(neighbours, math.floor(neighbours * dilation * points / base))
 
 # %% ../../nbs/pat/60_layers.ipynb #3aa3e700
@@ -384,8 +385,10 @@ def dilated_neighbours(points: Float[Tensor, "b n d"], neighbours: int = 32, *, 
                  [0, 2],
                  [1, 0]]])
     """
+    dilated_pool(1, neighbours, dilation=dilation, base=base)      # refuses what does not fit
+    check_generator(generator)
     points, real = _real_points(points, mask)
-    out = torch.arange(points.shape[1], device=points.device)[:, None].repeat(len(points), 1, neighbours)
+    out = torch.arange(points.shape[1], device=points.device)[:, None].repeat(len(points), 1, int(neighbours))
     sizes = real.sum(1)
     for size in sizes.unique().tolist():
         pool = min(dilated_pool(max(size, 1), neighbours, dilation=dilation, base=base), size - 1)
@@ -592,11 +595,10 @@ def _soft_picks(z, tau, index):
 def _checked_slots(x, weight, replace, mask):
     "x with padding set to 0, if all fits."
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2 or 0 in weight.shape:
-        raise ValueError("weight must be a floating-point tensor of shape (slots, channels), got "
-                         f"{getattr(weight, 'dtype', type(weight).__name__)} {tuple(getattr(weight, 'shape', ()))}")
-    x, _ = checked_cloud(x, None, mask, weight.shape[1])
-    _check_dtype(x, weight)
+        kind = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"weight must be a floating-point tensor of shape (slots, channels), got {kind}")
     check_finite("weight", weight)
+    x, _ = checked_cloud(x, None, mask, weight.shape[1], weight=weight)
     if not replace:
         uncompiled(_check_enough)(len(weight), x.shape[1], mask)
     return x
@@ -699,10 +701,9 @@ def annealed_tau(progress: float, *, start: float = 1.0, end: float = 0.1) -> fl
         >>> [round(annealed_tau(p), 3) for p in (0.0, 0.5, 1.0)]
         [1.0, 0.316, 0.1]
     """
-    check_tau(start)
-    check_tau(end)
-    if not 0 <= progress <= 1:
-        raise ValueError(f"progress must lie between 0 and 1, got {progress!r}")
+    check_number("start", start, 1e-30)
+    check_number("end", end, 1e-30)
+    check_number("progress", progress, 0, 1)
     return start * (end / start) ** progress
 
 # %% ../../nbs/pat/60_layers.ipynb #5f17bacc

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_mask, check_qkv, check_qkv_form,
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_generator, check_mask, check_qkv,
+                                       check_qkv_form, check_scale,
                                        checked_cloud, composed_gradients, dense_attention, fused_attention, hide_masked,
                                        transformed)
 from ..core.native import c_kernels
@@ -283,10 +284,11 @@ def _cycle_attention(q, k, v, order, scale, mask, diagnose=None):
     return _clear(out.to(dtype), mask)
 
 # %% ../../nbs/sampled/51_attention.ipynb #8a1db469
-def _check_input(q, k, v, order, mask, impl):
+def _check_input(q, k, v, order, mask, impl, scale):
     check_qkv_form(q, k, v, mask)
+    check_scale(scale)
     if q.shape[2] != k.shape[2]:
-        raise ValueError(f"a cycle needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
+        raise ValueError(f"q and k: a cycle needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
     _check_order_fits(order, q)
     check_choice("impl", impl, ("fast", "reference"))
 
@@ -328,7 +330,7 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
         >>> cycle_attention(torch.zeros_like(x), x, x, torch.tensor([0, 2, 1])).flatten()
         tensor([3.0000, 1.5000, 4.5000])
     """
-    _check_input(q, k, v, order, mask, impl)
+    _check_input(q, k, v, order, mask, impl, scale)
     looked_at = impl == "fast" and mask is None and _kernels(q) is not None
     if not looked_at:
         check_qkv(q, k, v, mask)
@@ -383,8 +385,7 @@ def _windows(order, window, mask):
 
 # %% ../../nbs/sampled/51_attention.ipynb #de49b1e6
 def _check_window(window):
-    if not isinstance(window, int) or window < 2:
-        raise ValueError(f"window must be an integer >= 2, got {window!r}")
+    check_count("window", window, 2)
 
 
 def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -413,7 +414,7 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
         >>> window_attention(x, x, x, torch.randperm(10), 4).shape
         torch.Size([1, 2, 10, 4])
     """
-    _check_input(q, k, v, order, mask, impl)
+    _check_input(q, k, v, order, mask, impl, scale)
     check_order("order", order)
     _check_window(window)
     if impl == "reference":
@@ -474,6 +475,11 @@ def sample_two_keys(queries: int, points: int, *, batch: tuple = (), mask: Bool[
     """
     check_count("queries", queries)
     check_count("points", points)
+    if not isinstance(batch, tuple | list):
+        raise TypeError(f"batch must be a tuple of ints, got {type(batch).__name__}")
+    for size in batch:
+        check_count("batch", size)
+    check_generator(generator)
     if mask is not None:
         check_mask(mask, *batch[:1] or (None,), points)
         device = mask.device
@@ -514,10 +520,13 @@ def random_keys_attention(q: Float[Tensor, "b h m d"], k: Float[Tensor, "b h n d
         torch.Size([1, 2, 3, 4])
     """
     check_qkv(q, k, v, mask)
+    check_scale(scale)
     (batch, heads, m, d), n = q.shape, k.shape[2]
     if keys is None:
         keys = sample_two_keys(m, n, batch=(batch, heads), mask=mask, generator=generator, device=q.device)
-    if keys.dtype != torch.int64 or keys.shape != (batch, heads, m, 2):
+    if not isinstance(keys, Tensor) or keys.dtype != torch.int64:
+        raise TypeError(f"keys must be an int64 tensor, got {getattr(keys, 'dtype', type(keys).__name__)}")
+    if keys.shape != (batch, heads, m, 2):
         raise ValueError(f"keys must be int64 of shape {(batch, heads, m, 2)}, got {keys.dtype} {tuple(keys.shape)}")
     if keys.numel() and not (0 <= keys.amin() and keys.amax() < n):
         raise ValueError(f"keys must lie in 0..{n - 1}, found {keys.amin()} to {keys.amax()}")
@@ -536,7 +545,8 @@ class _Order(nn.Module):
         super().__init__()
         check_choice("resample", resample, ("layer", "fixed"))
         check_choice("cycle_for", cycle_for, ("batch", "cloud", "head"))
-        self.resample, self.cycle_for, self.heads, self.seed = resample, cycle_for, heads, seed
+        check_count("seed", seed, -(2**63))
+        self.resample, self.cycle_for, self.heads, self.seed = resample, cycle_for, heads, int(seed)
 
     def draw(self, clouds: int, points: int, generator: torch.Generator | None = None,
              device=None) -> Int[Tensor, "*r n"]:
@@ -618,7 +628,7 @@ class SampledAttention(_Order):
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud` and `check_order`.
         """
-        x, _ = checked_cloud(x, coords, mask, self.query.in_features)
+        x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         q, k, v = self.heads_of(x)
         order = self.draw(*x.shape[:2], generator, x.device) if order is None else _checked_order(order, q)
         if self.cycles > 1:
