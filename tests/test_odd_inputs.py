@@ -60,8 +60,9 @@ EDGES = torch.stack([torch.arange(B * H * N) // N, torch.arange(B * H * N) % N, 
 PATTERN, TABLES = numbers(B, H, N, N) > 0, numbers(2, B, H, N).argsort(-1)
 NEAR = TABLES[0, :, 0, :, None] % 6
 CLOUD, QKV, HIDE = dict(x=X, coords=COORDS, mask=MASK), dict(q=Q, k=K, v=V), dict(mask=MASK)
-NEEDS = {"hept": dict(coord_dims=3, tables=2, block_size=4, regions=2.0), "linformer": dict(max_length=N, rank=4),
-         "sbm": dict(clusters=3, window=64, exploration=0.1), "sampled": dict(window=4, seed=1, resample="fixed"),
+NEEDS = {"hept": dict(coord_dims=3, tables=2, block_size=4, regions=2.0, hash_by="coords"),
+         "linformer": dict(max_length=N, rank=4), "sbm": dict(clusters=3, window=64, exploration=0.1, rates="rows"),
+         "sampled": dict(window=4, seed=1, resample="fixed", cycle_for="head"),
          "samsa": dict(samples=3, tau=0.5, inference="top-k"), "performer": dict(features=8), "knn": dict(k=3),
          "reformer": dict(chunk=4, rounds=2), "nystrom": dict(landmarks=3, steps=6, conv=3), "window": dict(width=2),
          "inducing": dict(points=3), "stratified": dict(window=0.4, every=3),
