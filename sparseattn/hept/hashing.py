@@ -154,8 +154,8 @@ def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | N
     label = torch.zeros_like(base, dtype=torch.long) if label is None else label
     if not isinstance(label, Tensor) or label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:
         raise TypeError(f"label must be an integer tensor, got {getattr(label, 'dtype', type(label).__name__)}")
-    if label.shape != base.shape:
-        raise ValueError(f"label must have the shape of base, {tuple(base.shape)}, got {tuple(label.shape)}")
+    if label.dim() != 4 or any(a not in (1, b) for a, b in zip(label.shape, base.shape, strict=True)):
+        raise ValueError(f"label must broadcast to the shape of base, {tuple(base.shape)}, got {tuple(label.shape)}")
     label = label.long()
     if mask is not None:
         label = torch.where(mask[None, :, None], label, label.amax() + 1)

@@ -251,3 +251,11 @@ def test_functional_transforms_take_the_composed_form():
     found = torch.func.grad(lambda q: edge_attention(q, k, v, edges).sin().sum())(q)
     expected, = results_by(lambda q: edge_attention(q, k, v, edges), q)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_products_refuse_factors_of_other_clouds_or_heads():
+    """The list numbers rows of all heads, which would lie past the end of the smaller factor."""
+    a, edges = torch.ones(2, 3, 4, 5), torch.tensor([[5], [3], [3]])
+    for b in (a[:1], a[:, :2], a[..., :4], a.double()):
+        with pytest.raises(ValueError, match="a and b must have one batch"):
+            edge_products(a, b, edges)

@@ -284,3 +284,8 @@ def test_compiled_callers_keep_the_picks():
         return farthest_point_sampling(x, 8), knn(x, 4)
     for here, there in zip(torch.compile(caller, backend="eager")(cloud), caller(cloud), strict=True):
         assert torch.equal(here, there)
+
+
+def test_neighbours_whose_squares_float32_cannot_hold():
+    x = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0)) * 1e30
+    assert knn(x, 5).equal(knn(x, 5, impl="reference"))

@@ -253,3 +253,16 @@ def test_bad_tensors():
         sbm_attention(q, k, v, y - 0.5, s, z * 0.01)
     with pytest.raises(ValueError, match="^x must have 8 channels"):
         layer()(torch.zeros(1, 3, 7))
+
+
+@pytest.mark.parametrize("impl", ["fast", "reference"])
+def test_a_given_list_may_name_masked_points(impl):
+    """They change nothing and return 0, whatever pairs the list has."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(1, 1, 6, 4, generator=g), torch.rand(1, 1, 6, 3, generator=g)
+    every, s = torch.ones(1, 6, 6).nonzero().T, torch.full((1, 3, 3), 0.1)
+    out = sbm_attention(x, x, x, y, s, y, mask=torch.arange(6)[None] < 4, edges=every, impl=impl)
+    few = torch.ones(1, 4, 4).nonzero().T
+    same = sbm_attention(*[part[:, :, :4] for part in (x, x, x, y)], s, y[:, :, :4], edges=few, impl=impl)
+    torch.testing.assert_close(out[:, :, :4], same)
+    assert not out[:, :, 4:].any()
