@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (
-    AttentionInfo, attention_logits, check_choice, check_count, check_finite, check_generator, check_number, check_qkv_form,
-    checked_cloud, checked_coords,
-    composed_gradients, hide_masked, masked_softmax, transformed)
+from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_finite,
+                                       check_generator, check_number, check_qkv_form, checked_cloud, checked_coords,
+                                       composed_gradients, hide_masked, masked_softmax, transformed)
 from ..core.kernels import append_coordinates, softmax_as_gaussian
 from ..core.native import c_kernels
 from ..core.tiles import TILES

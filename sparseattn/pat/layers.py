@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form, check_generator,
-                                       check_mask,
-                                       check_number, check_points, check_scale, checked_cloud, composed_gradients, fused_attention,
-                                       hide_masked, masked_softmax, transformed, uncompiled)
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form,
+                                       check_generator, check_mask, check_number, check_points, check_scale,
+                                       checked_cloud, composed_gradients, fused_attention, hide_masked,
+                                       masked_softmax, transformed, uncompiled)
 from ..core.points import gather_points, knn
 from ..core.relaxation import check_noise, check_tau, gumbel
 from ..core.transformer import DenseAttention, register_attention

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_generator, check_mask, check_qkv,
-                                       check_qkv_form, check_scale,
-                                       checked_cloud, composed_gradients, dense_attention, fused_attention, hide_masked,
-                                       transformed)
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_generator, check_mask,
+                                       check_qkv, check_qkv_form, check_scale, checked_cloud, composed_gradients,
+                                       dense_attention, fused_attention, hide_masked, transformed)
 from ..core.native import c_kernels
 from ..core.transformer import head_channels, register_attention
 from .cycles import (_advance, _check_order_form, _real_first, check_order, cycle_successor,

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_finite, check_form, check_generator,
-                                       check_number,
-                                       check_qkv_form, checked_cloud, edge_attention, has_values, hide_masked,
-                                       pattern_attention, straight_through_presence)
+from ..core.attention import (PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_finite,
+                                       check_form, check_generator, check_number, check_qkv_form, checked_cloud,
+                                       edge_attention, has_values, hide_masked, pattern_attention,
+                                       straight_through_presence)
 from ..core.transformer import head_channels, register_attention
 from .sampling import bernoulli, fastrg
 
