@@ -343,7 +343,7 @@ class _Capsule:
     end: np.ndarray
     radius: np.float32
     grey: np.float32
-    stripes: np.float32
+    stripes: np.float32 = np.float32(0)
 
 
 def _figure(person: Subject, hands: np.ndarray, sway: np.ndarray) -> list[_Capsule]:
