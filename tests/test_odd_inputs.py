@@ -369,19 +369,19 @@ def undocumented(found, function, args):
     return ""
 
 
-ROOM = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-3}
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-3}
 
 
 def away(found, truth, args, finite):
-    "What is wrong beside float64, or nothing; room by the lowest precision that came in."
-    room = max([ROOM.get(x.dtype, 1e-6) for x in args.values() if isinstance(x, Tensor)], default=1e-6)
+    "What is wrong beside float64, or nothing; tolerance by the lowest precision that came in."
+    tolerance = max([TOLERANCE.get(x.dtype, 1e-6) for x in args.values() if isinstance(x, Tensor)], default=1e-6)
     for x, y in zip(found, truth, strict=True):
         if x.shape != y.shape or not x.is_floating_point() and not x.equal(y):
             return f"{tuple(x.shape)} {x.dtype} beside {tuple(y.shape)} in float64, or other integers"
         x, y = (part[y.to(x.dtype).isfinite()].double() for part in (x, y))
         if not x.isfinite().all():
             return "not finite where float64 is"
-        if not finite and y.numel() and (x - y).abs().max() > room * max(1, y.abs().max()):
+        if not finite and y.numel() and (x - y).abs().max() > tolerance * max(1, y.abs().max()):
             return f"{(x - y).abs().max():.2g} away from float64"
     return ""
 

@@ -49,6 +49,30 @@ def test_reference_is_the_same_function(name, options, training):
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
+@pytest.fixture
+def poisoned():
+    """New memory is full of NaN, so that what is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@each
+def test_nothing_is_left_unwritten(name, kernels, poisoned, monkeypatch):
+    if not kernels:
+        monkeypatch.setenv("CC", "")
+    for n in (1, 13, 24):
+        layer, x, coords = layer_and_cloud(name, n)
+        x.requires_grad_()
+        for mask in (None, torch.arange(n) < torch.tensor([[n], [n // 2]])):
+            for training in (True, False):
+                out = layer.train(training)(x, coords, mask)
+                gradients = torch.autograd.grad(out.sin().sum(), [x, *layer.parameters()], materialize_grads=True)
+                assert all(part.isfinite().all() for part in (out, *gradients))
+
+
 @each
 def test_checkpointing_frees_what_the_layer_keeps(name):
     needs = dict(max_length=500) if name == "linformer" else {}

@@ -311,8 +311,9 @@ for (name, options), dtype, n in itertools.product(LAYERS, (torch.float32, torch
     layer = make_attention(name, 16, 4, **options).to(dtype)
     x, coords = torch.randn(2, n, 16, dtype=dtype, requires_grad=True), torch.rand(2, n, 2, dtype=dtype)
     for mask in (None, torch.rand(2, n) < 0.6, torch.zeros(2, n, dtype=torch.bool)):
-        layer.train()(x, coords, mask).sum().backward()
-        layer.eval()(x, coords, mask)
+        out = layer.train()(x, coords, mask)
+        gradients = torch.autograd.grad(out.sum(), [x, *layer.parameters()], materialize_grads=True)
+        assert all(part.isfinite().all() for part in (out, *gradients, layer.eval()(x, coords, mask)))
 for hard, dtype, n in itertools.product((False, True), (torch.float32, torch.float64), (16, 45)):
     x, scores = (torch.randn(2, n, *width, dtype=dtype, requires_grad=True) for width in ((7,), ()))
     sample_without_replacement(x, scores, 8, hard=hard).sum().backward()
@@ -322,13 +323,14 @@ print("watched")
 
 @needs_compiler
 def test_no_kernel_leaves_its_arrays(tmp_path):
-    """Every kernel, forwards and backwards, built with the sanitizers of addresses and of undefined behaviour."""
+    """Every kernel, forwards and backwards, built with the sanitizers of addresses and of undefined behaviour; memory
+    that it asks for is full of NaN."""
     found = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not Path(found).is_absolute():
         pytest.skip("the compiler brings no sanitizers")
     flags = "-g -fsanitize=address,undefined -fno-sanitize-recover=all"
-    watched = {"CC": f"cc {flags}", "LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0",
-               "SPARSEATTN_CACHE": str(tmp_path)}
+    watched = {"CC": f"cc {flags}", "LD_PRELOAD": found, "SPARSEATTN_CACHE": str(tmp_path),
+               "ASAN_OPTIONS": "detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1000000000"}
     run = subprocess.run([sys.executable, "-c", WATCHED], env=os.environ | watched, capture_output=True, text=True)
     assert run.stdout == "watched\n", run.stderr[-3000:]
 
