@@ -873,6 +873,8 @@ def test_source_distribution(distributions):
         "CHANGELOG.md",
         "CITATION.cff",
         "constraints.txt",
+        "sparseattn/csrc/tiles.h",
+        "sparseattn/csrc/few_keys.c",
     } <= names
 
 
@@ -883,7 +885,7 @@ def test_wheel(distributions):
     modules = {
         p.relative_to(ROOT).as_posix()
         for p in (ROOT / "sparseattn").rglob("*")
-        if p.is_file() and p.suffix in (".py", ".npz")
+        if p.is_file() and p.suffix in (".py", ".npz", ".c", ".h")
     }
     assert modules <= names
     assert all(n.startswith("sparseattn") for n in names)

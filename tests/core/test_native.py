@@ -1,6 +1,7 @@
 """Functions in C get what Python gave them, and are done without where no compiler is."""
 
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import sparseattn
 import sparseattn.hept.attention as hept
 import sparseattn.samsa.sampling as sampling
 from sparseattn.core import native, tiles
-from sparseattn.core.native import c_kernels
+from sparseattn.core.native import c_kernels, c_source
 
+CSRC = Path(sparseattn.__file__).parent / "csrc"
 SOURCE = r"""
 #include <stdint.h>
 #include <tgmath.h>
@@ -279,21 +281,62 @@ def test_the_switch_works_at_any_time(monkeypatch):
 
 @needs_compiler
 def test_every_source_builds_without_a_warning(tmp_path):
-    "All kernels of the package, with the compiler at its strictest."
-    from sparseattn.core.tiles import _SOURCE as few
-    from sparseattn.hept.attention import _SOURCE as blocks
-    from sparseattn.sampled.attention import _SOURCE as cycle
-    from sparseattn.samsa.attention import _SOURCE as chosen
-    from sparseattn.samsa.sampling import _SOURCE as mixed
-
-    for source in (few, blocks, cycle, chosen, mixed):
-        for real in native._REAL.values():
-            file = tmp_path / "kernels.c"
-            file.write_text(native._PRELUDE + source)
-            command = ["cc", "-Wall", "-Wextra", "-Werror", "-O2", "-fopenmp-simd", "-Wno-unknown-pragmas", "-shared",
-                       "-fPIC", f"-DREAL={real}", "-o", str(tmp_path / "kernels.so"), str(file), "-lm"]
+    "All kernels of the package, with the compiler at its strictest; each file also by itself, as an editor sees it."
+    strict = ["cc", "-Wall", "-Wextra", "-Werror", "-O2", "-fopenmp-simd", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    files = sorted(CSRC.glob("*.c"))
+    assert len(files) >= 4
+    for path, real in itertools.product(files, native._REAL.values()):
+        file = tmp_path / "kernels.c"
+        file.write_text(native._PRELUDE + c_source(path.name))
+        for source in (file, path):
+            command = [*strict, f"-DREAL={real}", "-o", str(tmp_path / "kernels.so"), str(source), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
+
+
+def test_headers_stand_once_and_lines_keep_their_numbers(tmp_path):
+    source = c_source("few_keys.c")
+    assert source.count("enum { LANES") == 1 and '#include "' not in source and source.count("REAL float") == 1
+    wrong = source.replace("REAL dot = added(dots);", "REAL dot = nothing(dots);")
+    number = next(i for i, line in enumerate((CSRC / "few_keys.c").read_text().splitlines(), 1) if "added(dots)" in line)
+    (tmp_path / "kernels.c").write_text(wrong)
+    done = subprocess.run(["cc", "-Werror", "-fsyntax-only", str(tmp_path / "kernels.c")], capture_output=True, text=True)
+    assert f"few_keys.c:{number}:" in done.stderr
+
+
+def test_pieces_of_a_source():
+    piece = c_source("tiles.h", "product", "copies")
+    assert "HEIGHT rows" in piece and "place_columns" in piece and "/* [" not in piece and "exponential" not in piece
+    assert piece._repr_markdown_().startswith("```c\n// HEIGHT rows") and repr(piece) == piece
+    with pytest.raises(ValueError, match="tiles.h has no piece 'none'; it has vectors, product"):
+        c_source("tiles.h", "none")
+
+
+SUBNORMAL = """
+#include "kernel.h"
+int halves(REAL *x, int64_t n, int64_t flush, int64_t threads) {
+    #pragma omp parallel num_threads(threads)
+    {
+        uint64_t mode = flush ? flush_subnormals() : 0;
+        #pragma omp for
+        for (int64_t i = 0; i < n; i++) x[i] /= 2;
+        if (flush) restore_subnormals(mode);
+    }
+    return 0;
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+def test_subnormals_are_flushed_in_kernels_and_nowhere_else(threads):
+    source = SUBNORMAL.replace('#include "kernel.h"', c_source("kernel.h"))
+    for dtype, flush in itertools.product((torch.float32, torch.float64), (1, 0)):
+        tiny = torch.finfo(dtype).tiny
+        x = torch.full((64,), tiny, dtype=dtype)
+        c_kernels(source, x)("halves", x, 64, flush, threads)
+        assert torch.equal(x, torch.full_like(x, 0 if flush else tiny / 2))
+        assert (torch.full((64,), tiny, dtype=dtype) / 2).gt(0).all()
 
 
 WATCHED = """

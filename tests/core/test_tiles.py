@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn.core import tiles
 from sparseattn.core.attention import dense_attention
-from sparseattn.core.native import c_kernels
+from sparseattn.core.native import c_kernels, c_source
 from sparseattn.core.tiles import TILES, few_keys_attention, as_contiguous
 
 needs_loop = pytest.mark.skipif(c_kernels(tiles._SOURCE, torch.zeros(1)) is None, reason="needs a C compiler")
@@ -100,12 +100,7 @@ def test_logits_of_any_size(dtype, tolerance):
 @needs_loop
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_exponential(dtype):
-    source = tiles._VECTORS + tiles._EXPONENTIAL + r"""
-    int exponentials(const REAL *x, REAL *y, int64_t n) {
-        for (int64_t i = 0; i < n; i += LANES) *at(y + i) = exponential(*at(x + i));
-        return 0;
-    }
-    """
+    source = c_source("tiles_alone.c")
     low = -87 if dtype == torch.float32 else -708
     double = {"dtype": torch.float64}
     x = torch.cat([torch.linspace(low, 0, 4096, **double), -torch.logspace(-20, 1, 4096, **double)])

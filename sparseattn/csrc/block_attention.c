@@ -1,0 +1,407 @@
+#include "tiles.h"
+
+/* [gaps] */
+// HEIGHT rows and `breadth` vectors of sums over t of (A(i, t) - B(t, j))^2.
+INLINE void gap_block(const REAL *a, int64_t a_step, const REAL *b, int64_t b_step, REAL *c, int64_t depth,
+                      int breadth) {
+    vec sum[HEIGHT][BREADTH];
+    #pragma GCC unroll 8
+    for (int r = 0; r < HEIGHT; r++)
+        #pragma GCC unroll 2
+        for (int v = 0; v < breadth; v++) sum[r][v] = (vec){0};
+    for (int64_t t = 0; t < depth; t++)
+        #pragma GCC unroll 2
+        for (int v = 0; v < breadth; v++) {
+            vec right = *at(b + t * b_step + v * LANES);
+            #pragma GCC unroll 8
+            for (int r = 0; r < HEIGHT; r++) {
+                vec gap = a[r * a_step + t] - right;
+                sum[r][v] += gap * gap;
+            }
+        }
+    #pragma GCC unroll 8
+    for (int r = 0; r < HEIGHT; r++)
+        #pragma GCC unroll 2
+        for (int v = 0; v < breadth; v++) *at(c + r * b_step + v * LANES) = sum[r][v];
+}
+
+static inline void gaps(const REAL *a, int64_t a_step, const REAL *b, int64_t b_step, REAL *c, int64_t rows,
+                        int64_t depth) {
+    int64_t j = 0;
+    for (; j + BREADTH * LANES <= b_step; j += BREADTH * LANES)
+        for (int64_t i = 0; i < rows; i += HEIGHT)
+            gap_block(a + i * a_step, a_step, b + j, b_step, c + i * b_step + j, depth, BREADTH);
+    for (; j < b_step; j += LANES)
+        for (int64_t i = 0; i < rows; i += HEIGHT)
+            gap_block(a + i * a_step, a_step, b + j, b_step, c + i * b_step + j, depth, 1);
+}
+
+/* [pulls] */
+enum { LOW = HEIGHT / 2 };
+
+// LOW rows and `breadth` vectors of C(i) = sum over t of A(i, t) (B(t) - X(i)), or C += that; B, X and C are as wide.
+INLINE void pull_block(const REAL *a, int64_t down, int64_t along, const REAL *b, const REAL *x, REAL *c, int64_t width,
+                       int64_t depth, int breadth, int add) {
+    vec sum[LOW][BREADTH], own[LOW][BREADTH];
+    #pragma GCC unroll 4
+    for (int r = 0; r < LOW; r++)
+        #pragma GCC unroll 2
+        for (int v = 0; v < breadth; v++) {
+            sum[r][v] = add ? *at(c + r * width + v * LANES) : (vec){0};
+            own[r][v] = *at(x + r * width + v * LANES);
+        }
+    for (int64_t t = 0; t < depth; t++)
+        #pragma GCC unroll 2
+        for (int v = 0; v < breadth; v++) {
+            vec right = *at(b + t * width + v * LANES);
+            #pragma GCC unroll 4
+            for (int r = 0; r < LOW; r++) sum[r][v] += a[r * down + t * along] * (right - own[r][v]);
+        }
+    #pragma GCC unroll 4
+    for (int r = 0; r < LOW; r++)
+        #pragma GCC unroll 2
+        for (int v = 0; v < breadth; v++) *at(c + r * width + v * LANES) = sum[r][v];
+}
+
+static inline void pulls(const REAL *a, int64_t down, int64_t along, const REAL *b, const REAL *x, REAL *c,
+                         int64_t width, int64_t rows, int64_t depth, int add) {
+    int64_t j = 0;
+    for (; j + BREADTH * LANES <= width; j += BREADTH * LANES)
+        for (int64_t i = 0; i < rows; i += LOW)
+            pull_block(a + i * down, down, along, b + j, x + i * width + j, c + i * width + j, width, depth, BREADTH,
+                       add);
+    for (; j < width; j += LANES)
+        for (int64_t i = 0; i < rows; i += LOW)
+            pull_block(a + i * down, down, along, b + j, x + i * width + j, c + i * width + j, width, depth, 1, add);
+}
+
+/* [rows] */
+enum { TABLES, ROWS, POINTS, BLOCK, WIDTH, VALUES, TOGETHER, UNION, THREADS };
+enum { AHEAD = 8 };
+
+INLINE void prefetch(const REAL *x, int64_t width) {
+    for (int64_t c = 0; c < width; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
+}
+
+// Rows of x by number, padded; whether all is finite.
+static inline int sorted(const REAL *x, int64_t width, const int64_t *order, int64_t rows, REAL *to, int64_t all) {
+    REAL sum = 0;
+    for (int64_t i = 0; i < rows; i++, to += all) {
+        if (i + AHEAD < rows) prefetch(x + order[i + AHEAD] * width, width);
+        place(x + order[i] * width, width, 1, width, 1, to, 1, all);
+        for (int64_t c = 0; c < width; c++) sum += to[c];
+    }
+    return isfinite(sum);
+}
+
+// Padded rows, copied from where `slots` say, or added to where they say.
+static inline void gather(const REAL *x, const int64_t *slots, int64_t rows, REAL *to, int64_t all) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t c = 0; c < all; c += LANES) *at(to + i * all + c) = *at(x + slots[i] * all + c);
+}
+static inline void add_to(const REAL *from, const int64_t *slots, int64_t rows, REAL *x, int64_t all, int first) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t c = 0; c < all; c += LANES) {
+            vec *to = at(x + slots[i] * all + c);
+            if (first) *to = *at(from + i * all + c);
+            else *to += *at(from + i * all + c);
+        }
+}
+
+/* [heads] */
+// Some heads at a time: rows in the order of the first table, which makes its blocks contiguous and brings the points
+// of the other tables' blocks near each other.
+typedef struct {
+    int64_t n, d, e, d_all, e_all, blocks;                  // points, widths, the same padded
+    REAL *q, *k, *v, *grad, *sum_q, *sum_k, *sum_v, *own;   // rows, what is added up for them
+    REAL *block_q, *block_k, *memory;                       // union: number of the block in every table; of the threads
+    int64_t *place_q, *place_k;                             // of a point
+} heads;
+
+static inline int64_t of_thread(const int64_t *s) {
+    return workspace_size(s[BLOCK], s[WIDTH], s[VALUES]) + (4 + s[TABLES]) * padded(s[BLOCK]);
+}
+
+static inline heads some_heads(const int64_t *s) {
+    heads h = {.n = s[POINTS], .d = s[WIDTH], .e = s[VALUES], .d_all = padded(s[WIDTH]), .e_all = padded(s[VALUES])};
+    int64_t all = s[TOGETHER] * h.n;
+    int64_t numbers = all * (4 * h.d_all + 4 * h.e_all + 1 + (s[UNION] ? 2 * s[TABLES] : 0));
+    REAL *next = h.memory = malloc((numbers + s[THREADS] * of_thread(s)) * sizeof(REAL) + 2 * all * sizeof(int64_t));
+    if (!next) return h;
+    next += s[THREADS] * of_thread(s);
+    h.blocks = (h.n + s[BLOCK] - 1) / s[BLOCK];
+    h.place_q = (int64_t *)next, h.place_k = h.place_q + all, next = (REAL *)(h.place_k + all);
+    h.q = cut(&next, all * h.d_all), h.k = cut(&next, all * h.d_all), h.v = cut(&next, all * h.e_all);
+    h.sum_v = cut(&next, all * h.e_all), h.sum_q = cut(&next, all * h.d_all), h.sum_k = cut(&next, all * h.d_all);
+    h.grad = cut(&next, all * h.e_all), h.own = cut(&next, all), h.block_q = cut(&next, s[UNION] ? all * s[TABLES] : 0);
+    h.block_k = next;
+    return h;
+}
+
+/* [workspaces] */
+typedef struct { workspace x; int64_t *slots; REAL *met; } work;
+
+static inline work my_work(const heads *h, const int64_t *s) {
+    REAL *next = h->memory + omp_get_thread_num() * of_thread(s);
+    work w = {.x = made(next, s[BLOCK], h->d, h->e)};
+    next += workspace_size(s[BLOCK], h->d, h->e);
+    w.slots = (int64_t *)cut(&next, 4 * padded(s[BLOCK])), w.met = next;
+    return w;
+}
+
+/* [blocks] */
+typedef struct { int64_t head, at, m; const int64_t *order_q, *order_k; } span;  // a block: its points, m of them
+
+static inline span block_of(int64_t item, int64_t table, int64_t from, const heads *h, const int64_t *order_q,
+                            const int64_t *order_k, const int64_t *count, const int64_t *s) {
+    int64_t head = item / h->blocks, start = item % h->blocks * s[BLOCK], real = count ? count[from + head] : h->n;
+    int64_t first = (table * s[ROWS] + from + head) * h->n + start;
+    int64_t m = real > start ? least(real - start, s[BLOCK]) : 0;
+    return (span){head, head * h->n + start, m, order_q + first, order_k + first};
+}
+
+// Where the points of a block are.
+static inline void places(const heads *h, span b, int64_t table, const int64_t *order, const int64_t *place,
+                          int64_t *slots) {
+    for (int64_t i = 0; i < b.m; i++) slots[i] = table ? place[b.head * h->n + order[i]] : b.at + i;
+}
+
+// Rows of a block into the order of the first table; whether all is finite.
+static inline int sort_block(const heads *h, span b, const REAL *q, const REAL *k, const REAL *v) {
+    int64_t first = b.head * h->n;
+    for (int64_t i = 0; i < b.m; i++)
+        h->place_q[first + b.order_q[i]] = b.at + i, h->place_k[first + b.order_k[i]] = b.at + i;
+    return sorted(q + first * h->d, h->d, b.order_q, b.m, h->q + b.at * h->d_all, h->d_all)
+         & sorted(k + first * h->d, h->d, b.order_k, b.m, h->k + b.at * h->d_all, h->d_all)
+         & sorted(v + first * h->e, h->e, b.order_k, b.m, h->v + b.at * h->e_all, h->e_all);
+}
+
+/* [meetings] */
+// Keys and values of a block, and where they have been: the number of tables that count for that.
+static inline int64_t gather_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *of_k, int64_t *of_q,
+                                   REAL *met, const int64_t *s) {
+    int64_t d = h->d_all, m = padded(b.m), earlier = s[UNION] ? table : 0;
+    places(h, b, table, b.order_k, h->place_k, of_k), places(h, b, table, b.order_q, h->place_q, of_q);
+    gather(h->k, of_k, b.m, x->keys, d), gather(h->v, of_k, b.m, x->values, h->e_all);
+    memset(x->keys + b.m * d, 0, (m - b.m) * d * sizeof(REAL));
+    place_columns(x->keys, d, b.m, h->d, x->keys_t, m);
+    for (int64_t t = 0; t < earlier; t++)
+        for (int64_t j = 0; j < b.m; j++) met[t * m + j] = h->block_k[t * s[TOGETHER] * h->n + of_k[j]];
+    return earlier;
+}
+
+// Number of the block of every point in every table; the threads share the work.
+static inline void number_blocks(const heads *h, int64_t items, int64_t from, const int64_t *order_q,
+                                 const int64_t *order_k, const int64_t *count, const int64_t *s) {
+    #pragma omp for
+    for (int64_t item = 0; item < items * s[TABLES]; item++) {
+        int64_t table = item / items, number = item % items % h->blocks, all = s[TOGETHER] * h->n;
+        span b = block_of(item % items, table, from, h, order_q, order_k, count, s);
+        for (int64_t i = 0; i < b.m; i++) {
+            h->block_q[table * all + h->place_q[b.head * h->n + b.order_q[i]]] = number;
+            h->block_k[table * all + h->place_k[b.head * h->n + b.order_k[i]]] = number;
+        }
+    }
+}
+
+/* [weights] */
+// Padding, and pairs met in an earlier table, are infinitely far.
+static inline void part(const heads *h, REAL *gap, const int64_t *slots, int64_t rows, int64_t m, const REAL *met,
+                        int64_t tables, int64_t all) {
+    const int64_t m_all = padded(m);
+    const vec far = INFINITY - (vec){0};
+    for (int64_t r = 0; r < rows; r++, gap += m_all) {
+        for (int64_t j = m; j < m_all; j++) gap[j] = INFINITY;
+        for (int64_t t = 0; t < tables; t++)
+            for (int64_t j = 0; j < m_all; j += LANES) {
+                ints same = *at(met + t * m_all + j) == h->block_q[t * all + slots[r]];
+                *at(gap + j) = (vec)(((ints)far & same) | ((ints)*at(gap + j) & ~same));
+            }
+    }
+}
+
+static inline REAL smallest(const REAL *gap, int64_t width) {
+    vec top = -*at(gap);
+    for (int64_t j = LANES; j < width; j += LANES) top = larger(top, -*at(gap + j));
+    REAL most = top[0];
+    for (int lane = 1; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
+    return -most;
+}
+
+// Weights exp((near - gap) / 2) in place of gaps; their sum.
+static inline REAL powers(REAL *gap, REAL near, int64_t m, int64_t width) {
+    vec total = {0};
+    for (int64_t j = 0; j < width; j += LANES) total += *at(gap + j) = exponential((near - *at(gap + j)) * (REAL)0.5);
+    for (int64_t j = m; j < width; j++) gap[j] = 0;
+    return added(total);
+}
+
+/* [block forward] */
+static inline void attend_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots, REAL *met,
+                                REAL *near, REAL *whole, const int64_t *s) {
+    int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
+    int64_t earlier = gather_block(h, x, b, table, slots, of_q, met, s);
+    for (int64_t i = 0; i < b.m; i += TILE) {
+        int64_t n = least(b.m - i, TILE), rows = in_blocks(n), *own = of_q + i;
+        gather(h->q, own, n, x->q, d);
+        gaps(x->q, d, x->keys_t, m, x->p, rows, h->d);
+        part(h, x->p, own, n, b.m, met, earlier, all);
+        REAL fade[TILE];
+        for (int64_t r = 0; r < n; r++) {
+            REAL old = table ? near[own[r]] : INFINITY, now = smallest(x->p + r * m, m);
+            near[own[r]] = now = old < now ? old : now;
+            fade[r] = table ? exp((now - old) / 2) : 0;
+            whole[own[r]] = (table ? fade[r] * whole[own[r]] : 0) + powers(x->p + r * m, now, b.m, m);
+        }
+        product(x->p, m, 1, x->values, e, x->out, e, rows, e, b.m, 0);
+        for (int64_t r = 0; r < n; r++) {
+            REAL *to = h->sum_v + own[r] * e, *from = x->out + r * e;
+            for (int64_t c = 0; c < e; c += LANES)
+                if (table) *at(to + c) = fade[r] * *at(to + c) + *at(from + c);
+                else *at(to + c) = *at(from + c);
+        }
+    }
+}
+
+// Quotients, and the rows back to where they belong.
+static inline void divide_block(const heads *h, span b, REAL *out, const REAL *near, REAL *whole, REAL floor) {
+    for (int64_t i = 0; i < b.m; i++) {
+        if (floor) whole[b.at + i] += floor * exp(near[b.at + i] / 2);
+        REAL *to = out + (b.head * h->n + b.order_q[i]) * h->e;
+        place(h->sum_v + (b.at + i) * h->e_all, 0, 1, h->e, 1 / whole[b.at + i], to, 1, h->e);
+    }
+}
+
+/* [forward] */
+int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q, const int64_t *order_k,
+            const int64_t *count, REAL *out, REAL *whole, REAL *near, double floor, const int64_t *s) {
+    heads h = some_heads(s);
+    if (!h.memory) return OUT_OF_MEMORY;
+    int finite = 1;
+    #pragma omp parallel num_threads(s[THREADS]) reduction(& : finite)
+    {
+        uint64_t mode = flush_subnormals();
+        work w = my_work(&h, s);
+        int64_t n = h.n;
+        for (int64_t from = 0; from < s[ROWS]; from += s[TOGETHER]) {
+            int64_t items = least(s[TOGETHER], s[ROWS] - from) * h.blocks, at = from * n;
+            #pragma omp for
+            for (int64_t i = 0; i < items; i++)
+                finite &= sort_block(&h, block_of(i, 0, from, &h, order_q, order_k, count, s), q + at * h.d,
+                                     k + at * h.d, v + at * h.e);
+            if (s[UNION]) number_blocks(&h, items, from, order_q, order_k, count, s);
+            for (int64_t table = 0; table < s[TABLES]; table++) {
+                #pragma omp for
+                for (int64_t i = 0; i < items; i++)
+                    attend_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots, w.met,
+                                 near + at, whole + at, s);
+            }
+            #pragma omp for
+            for (int64_t i = 0; i < items; i++)
+                divide_block(&h, block_of(i, 0, from, &h, order_q, order_k, count, s), out + at * h.e, near + at,
+                             whole + at, floor);
+        }
+        restore_subnormals(mode);
+    }
+    free(h.memory);
+    return !finite;
+}
+
+/* [sorted gradients] */
+// Gradients of the output into the order of the first table, divided by the denominators, and times the output.
+static inline void sort_gradients(const heads *h, span b, const REAL *grad, const REAL *out, const REAL *whole) {
+    for (int64_t i = 0; i < b.m; i++) {
+        int64_t point = (b.head * h->n + b.order_q[i]) * h->e;
+        REAL *to = h->grad + (b.at + i) * h->e_all, dot = 0;
+        place(grad + point, 0, 1, h->e, 1 / whole[b.at + i], to, 1, h->e_all);
+        #pragma omp simd reduction(+ : dot)
+        for (int64_t c = 0; c < h->e; c++) dot += to[c] * out[point + c];
+        h->own[b.at + i] = dot;
+    }
+}
+
+static inline void unsort(const REAL *from, int64_t all, const int64_t *order, int64_t rows, REAL *x, int64_t width) {
+    for (int64_t i = 0; i < rows; i++) place(from + i * all, all, 1, width, 1, x + order[i] * width, 1, width);
+}
+
+/* [block backward] */
+static inline void differentiate_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots, REAL *met,
+                                       const REAL *near, const int64_t *s) {
+    int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
+    int64_t earlier = gather_block(h, x, b, table, slots, of_q, met, s);
+    place_columns(x->values, e, b.m, h->e, x->values_t, m);
+    for (int64_t i = 0; i < b.m; i += TILE) {
+        int64_t n = least(b.m - i, TILE), rows = in_blocks(n), *own = of_q + i;
+        gather(h->q, own, n, x->q, d), gather(h->grad, own, n, x->out, e);
+        gaps(x->q, d, x->keys_t, m, x->p, rows, h->d);
+        part(h, x->p, own, n, b.m, met, earlier, all);
+        product(x->out, e, 1, x->values_t, m, x->u, m, rows, m, h->e, 0);
+        for (int64_t r = 0; r < n; r++) {
+            REAL *p = x->p + r * m, *u = x->u + r * m, mean = h->own[own[r]];
+            powers(p, near[own[r]], b.m, m);
+            for (int64_t j = 0; j < m; j += LANES) *at(u + j) = *at(p + j) * (*at(u + j) - mean);
+        }
+        memset(x->u + n * m, 0, (rows - n) * m * sizeof(REAL));
+        product(x->p, 1, m, x->out, e, x->to_values, e, m, e, n, i > 0);
+        pulls(x->u, 1, m, x->q, x->keys, x->to_keys, d, m, n, i > 0);
+        pulls(x->u, m, 1, x->keys, x->q, x->to_q, d, rows, b.m, 0);
+        add_to(x->to_q, own, n, h->sum_q, d, !table);
+    }
+    add_to(x->to_keys, slots, b.m, h->sum_k, d, !table), add_to(x->to_values, slots, b.m, h->sum_v, e, !table);
+}
+
+/* [backward] */
+int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
+             const int64_t *order_k, const int64_t *count, const REAL *out, const REAL *whole, const REAL *near,
+             REAL *to_q, REAL *to_k, REAL *to_v, const int64_t *s) {
+    heads h = some_heads(s);
+    if (!h.memory) return OUT_OF_MEMORY;
+    #pragma omp parallel num_threads(s[THREADS])
+    {
+        uint64_t mode = flush_subnormals();
+        work w = my_work(&h, s);
+        int64_t n = h.n;
+        for (int64_t from = 0; from < s[ROWS]; from += s[TOGETHER]) {
+            int64_t items = least(s[TOGETHER], s[ROWS] - from) * h.blocks, at = from * n;
+            #pragma omp for
+            for (int64_t i = 0; i < items; i++) {
+                span b = block_of(i, 0, from, &h, order_q, order_k, count, s);
+                sort_block(&h, b, q + at * h.d, k + at * h.d, v + at * h.e);
+                sort_gradients(&h, b, grad + at * h.e, out + at * h.e, whole + at);
+            }
+            if (s[UNION]) number_blocks(&h, items, from, order_q, order_k, count, s);
+            for (int64_t table = 0; table < s[TABLES]; table++) {
+                #pragma omp for
+                for (int64_t i = 0; i < items; i++)
+                    differentiate_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots,
+                                        w.met, near + at, s);
+            }
+            #pragma omp for
+            for (int64_t i = 0; i < items; i++) {
+                span b = block_of(i, 0, from, &h, order_q, order_k, count, s);
+                int64_t first = at + b.head * n;
+                unsort(h.sum_q + b.at * h.d_all, h.d_all, b.order_q, b.m, to_q + first * h.d, h.d);
+                unsort(h.sum_k + b.at * h.d_all, h.d_all, b.order_k, b.m, to_k + first * h.d, h.d);
+                unsort(h.sum_v + b.at * h.e_all, h.e_all, b.order_k, b.m, to_v + first * h.e, h.e);
+            }
+        }
+        restore_subnormals(mode);
+    }
+    free(h.memory);
+    return 0;
+}
+
+/* [permutations] */
+int permutations(const int64_t *order, const int64_t *s) {
+    int64_t n = s[POINTS], bad = 0;
+    char *memory = malloc(s[THREADS] * n);
+    if (!memory) return OUT_OF_MEMORY;
+    #pragma omp parallel for num_threads(s[THREADS]) reduction(| : bad)
+    for (int64_t r = 0; r < s[TABLES] * s[ROWS]; r++) {
+        char *seen = memset(memory + omp_get_thread_num() * n, 0, n);
+        for (int64_t i = r * n; i < (r + 1) * n && !bad; i++)
+            if (order[i] < 0 || order[i] >= n || seen[order[i]]++) bad = 1;
+    }
+    free(memory);
+    return bad;
+}
