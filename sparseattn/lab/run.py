@@ -327,6 +327,12 @@ class Run(_Setup):
         self.claims.append(claim)
         return claim
 
+    def show_claims(self, cell=None):
+        "Display the claims that the cell has recorded and not shown; called by IPython after every cell."
+        for claim in self.claims:
+            if not getattr(claim, "shown", False):
+                sys.modules["IPython"].display.display(claim)
+
     def finish(self):
         "Write `claims.csv` and `run.json`; the last call of a notebook."
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -425,6 +431,8 @@ def start(stem: str, scale: str = "smoke", *, seed: int = 0, device: str | None 
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     run = Run(stem, scale, seed, run_device(scale, device), root, dict(parameters, scale=scale),
               code_hashes(root, pages[0]), record_hashes(root, pages[0], scale))
+    if shell := _shell():
+        shell.events.register("post_run_cell", run.show_claims)
     run.folder.mkdir(parents=True, exist_ok=True)
     for old in run.folder.iterdir():
         old.unlink()
@@ -434,5 +442,10 @@ def start(stem: str, scale: str = "smoke", *, seed: int = 0, device: str | None 
 
 def _executed_cells():
     "Sources executed so far in this kernel; empty outside IPython."
-    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    shell = _shell()
     return list(shell.user_ns.get("In", [])) if shell else []
+
+
+def _shell():
+    "The kernel's shell; nothing outside IPython."
+    return sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from sparseattn.lab import SCALES, claims
 from sparseattn.lab.claims import DECIDED, KINDS, VERDICTS, Claim, ClaimMismatch
@@ -21,25 +22,82 @@ BEYOND = 90.5 + 2**-9  # 0.4 % of the tolerance beyond its edge; all of these nu
 MARKS = dict(origin="stated", phrase="better with more tables", decided="exact", uses="X-9 H-3.4-UB1")
 
 
-def decided(stated, typo, condition, sharper):
-    """The table of verdicts, written down once more."""
-    if stated:
-        return "loose" if sharper == YES else "holds"
-    if typo == YES:
-        return "typo"
-    return "holds with a condition" if condition == YES else "false as stated"
+OURS, THEIRS = ("text", True), ("text", True, "Sec 2")  # a condition that we add, one that the paper states
+READINGS = dict(
+    stated=[True, False, None],
+    second=[None, YES, NO],
+    argument=[None, YES, NO],
+    condition=[None, OURS, NO, THEIRS, ("text", False, "Sec 2")],
+    typo=[None, YES, NO],
+    sharper=[None, YES, NO],
+)
 
 
-@pytest.mark.parametrize("stated, typo, condition, sharper", itertools.product([True, False], *[[None, YES, NO]] * 3))
-def test_verdicts(stated, typo, condition, sharper):
-    findings = dict(stated=stated, typo=typo, condition=condition, sharper=sharper)
-    verdict = decided(stated, typo, condition, sharper)
-    for expect in (verdict, None):
-        assert claims.claim("X-1", expect=expect, **FACTS, **findings).verdict == verdict
-    for other in VERDICTS:
-        if other != verdict:
-            with pytest.raises(ClaimMismatch, match=f"X-1: the checks say '{verdict}', the notebook expects '{other}'"):
-                claims.claim("X-1", expect=other, **FACTS, **findings)
+def decided(stated, second, argument, condition, typo, sharper):
+    """The table of verdicts, written down once more: by what passed, case by case."""
+    true_as_printed = stated in (True, None) or condition == THEIRS
+    if (second == NO and true_as_printed) or (second == YES and not true_as_printed):
+        return "ambiguous"
+    if not true_as_printed:
+        return {(YES, OURS): "typo", (YES, None): "typo", (None, OURS): "holds with a condition"}.get(
+            (typo if typo == YES else None, condition if condition == OURS else None), "false as stated"
+        )
+    if argument == NO:
+        return "does not follow"
+    return "loose" if sharper == YES else "holds"
+
+
+def test_truth_table():
+    """Every combination of what checks can find has the verdict of the rule, and every verdict of statements occurs."""
+    found = []
+    for facts in itertools.product(*READINGS.values()):
+        findings = dict(zip(READINGS, facts, strict=True))
+        given = {name for name in READINGS if name != "stated" and findings[name] is not None}
+        if findings["stated"] is None and given != {"argument"}:
+            with pytest.raises(ValueError, match="X-1: stated is None, an open statement; it takes"):
+                claims.claim("X-1", expect=None, **FACTS, **findings)
+            continue
+        verdict = decided(**findings)
+        assert claims.claim("X-1", expect=None, **FACTS, **findings).verdict == verdict, findings
+        found.append(verdict)
+    assert set(found) == set(VERDICTS[: VERDICTS.index("reproduced")]) and len(found) == 2 * 405 + 2
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_an_unexpected_verdict_stops(verdict):
+    if verdict == "does not follow":
+        assert claims.claim("X-1", expect=verdict, **FACTS, stated=True, argument=NO).verdict == verdict
+        return
+    with pytest.raises(ClaimMismatch, match=f"X-1: the checks say 'does not follow', the notebook expects '{verdict}'"):
+        claims.claim("X-1", expect=verdict, **FACTS, stated=True, argument=NO)
+
+
+def test_a_finding_of_ours_has_one_reading():
+    facts = dict(FACTS, origin="ours", expect=None, stated=True)
+    assert claims.claim("X-1", **facts, sharper=YES, repair=YES).verdict == "loose"
+    for name in ("second", "argument", "condition", "typo"):
+        with pytest.raises(ValueError, match=f"X-1: a finding of ours is put as it is meant; it takes no {name}"):
+            claims.claim("X-1", **facts, **{name: YES})
+
+
+@pytest.mark.parametrize("wrong", ["yes", 0.3, math.nan, None])
+def test_a_truth_is_what_a_check_returned(wrong):
+    for name in claims.FINDINGS:
+        with pytest.raises(ValueError, match=f"X-1: {name} is .*; expected the truth that a check returned"):
+            claims.claim("X-1", expect=None, **FACTS, stated=True, **{name: ("text", wrong)})
+        for finding in ("text", ("text",), ("text", True, "place", 1), True, ("", True), (True, "text")):
+            with pytest.raises(ValueError, match=f"X-1: {name} is .*; expected"):
+                claims.claim("X-1", expect=None, **FACTS, stated=True, **{name: finding})
+    if wrong is not None:
+        with pytest.raises(ValueError, match="X-1: stated is"):
+            claims.claim("X-1", expect=None, **FACTS, stated=wrong)
+    with pytest.raises(ValueError, match="X-2: partly is .*; expected"):
+        claims.reproduce("X-2", **dict(NUMBER, partly=("text", wrong), expect=None))
+
+
+@pytest.mark.parametrize("true", [True, np.bool_(True), np.array(3) > 2, torch.tensor(3) > 2])
+def test_truths_of_numpy_and_torch(true):
+    assert claims.claim("X-1", expect="loose", **FACTS, stated=true, sharper=("text", true)).verdict == "loose"
 
 
 @pytest.mark.parametrize("stated, expect", [(True, "holds"), (False, "false as stated"), (True, None), (False, None)])
@@ -58,6 +116,12 @@ def test_evidence_names_what_decided():
     assert make("holds with a condition", stated=False, condition=("n > 1", True)) == "0.5; condition: n > 1"
     assert make("false as stated", stated=False, repair=("other", True)) == "0.5; repair: other"
     assert make("false as stated", stated=False) == "0.5"
+    assert make("does not follow", stated=None, argument=("step 2", False)) == "0.5; argument: step 2"
+    assert make("holds", stated=False, condition=("n > 1", True, "Eq 1")) == "0.5; under the paper's own n > 1 (Eq 1)"
+    both = make("ambiguous", stated=True, second=("every n", False))
+    assert both == "0.5; readings: as put here it passed, as 'every n' it failed"
+    both = make("ambiguous", stated=False, second=("some n", True))
+    assert both == "0.5; readings: as put here it failed, as 'some n' it passed"
 
 
 @pytest.mark.parametrize("scale, needs", itertools.product(SCALES, SCALES))
@@ -94,6 +158,13 @@ def test_reproductions(ours, partly, verdict):
         if other != verdict:
             with pytest.raises(ClaimMismatch, match="X-2: the checks say"):
                 claims.reproduce("X-2", **dict(NUMBER, ours=ours, partly=partly, expect=other))
+
+
+def test_a_number_that_a_fit_chose_is_not_reproduced():
+    for ours, verdict in ((90.5, "consistent"), (BEYOND, "not reproduced")):
+        facts = dict(NUMBER, ours=ours, fitted=True)
+        assert claims.reproduce("X-2", **facts, expect=verdict).verdict == verdict
+    assert claims.reproduce("X-2", **facts, partly=YES, expect="partly").verdict == "partly"
 
 
 def test_reproductions_wait_for_their_scale():

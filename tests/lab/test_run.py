@@ -302,3 +302,20 @@ def test_json_is_sorted_and_written_whole(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="run.json is not written: disk full; what stood there before is whole"):
         write_json(path, {})
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_claim_that_its_cell_does_not_show_is_shown_at_its_end(root, monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    ends, shown = [], []
+    shell = type(
+        "Shell", (), {"user_ns": {}, "events": type("Events", (), {"register": lambda *args: ends.append(args)})()}
+    )
+    monkeypatch.setattr(run, "_shell", lambda: shell)
+    monkeypatch.setattr(display, "display", lambda claim: shown.append((claim.id, repr(claim))))
+    made = start("30_one")
+    event, end_of_cell = ends[0][1:]
+    assert event == "post_run_cell"
+    made.claim("X-1", **FACTS), made.claim("X-2", **FACTS)._repr_markdown_(), repr([made.claim("X-3", **FACTS)])
+    end_of_cell("what the cell returned")
+    end_of_cell("nothing new")
+    assert [id for id, _ in shown] == ["X-1"]
