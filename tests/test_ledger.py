@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import graphlib
 import json
 import re
 import shutil
@@ -22,9 +23,18 @@ NOTEBOOKS = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if path.pare
 ALL_MARKED = False  # True from the run of all pages on in which every row names its origin; then nothing may fall back
 
 
-def claim(id: str, notebook: str, verdict: str = "holds", paper: str = "A", statement: str = "x", evidence: str = ""):
+def claim(
+    id: str,
+    notebook: str,
+    verdict: str = "holds",
+    paper: str = "A",
+    statement: str = "x",
+    evidence: str = "",
+    **marks: str,
+):
     """A row of the ledger."""
-    return claims.Claim(id, paper, "Eq 1", statement, "identity", verdict, evidence, notebook)
+    marks = {"origin": "stated", **marks}
+    return claims.Claim(id, paper, "Eq 1", statement, "identity", verdict, evidence, notebook, **marks)
 
 
 class Sandbox:
@@ -110,12 +120,13 @@ def test_whose_claims_count(sandbox):
         ("D-2", "holds"),
     ]
     text = (folder / "readme.md").read_text()
-    assert "6 claims on record, from runs at scale cpu and gpu: 4 *holds*, 1 *loose*, 1 *typo*." in text
+    assert "What the papers state or imply (6 claims, from runs at scale cpu and gpu):" in text
+    assert "No trained result is on record." in text and "findings" not in text and "do not say" not in text
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert table[0] == ["paper", "holds", "loose", "typo", "all"]
     assert table[2:] == [["A", "1", "1", "1", "3"], ["B", "1", "", "", "1"], ["D", "2", "", "", "2"]]
     record = json.loads((folder / "run.json").read_text())
-    assert record["files"].keys() == {"ledger.csv", "ledger.md", "readme.md", "verdicts.png"}
+    assert record["files"].keys() == {"fallen.csv", "fallen.md", "ledger.csv", "ledger.md", "readme.md", "verdicts.png"}
 
     sandbox.run("index.ipynb", "cpu")
     with (sandbox.root / "build/cpu/figures/index/map.csv").open(newline="") as file:
@@ -135,7 +146,7 @@ def test_smoke_run_counts_even_where_larger_results_are_committed(sandbox):
 
 def test_findings_count_for_no_paper(sandbox):
     """Origin and decided are counted where claims have them; older files without these columns are read as before."""
-    old = claim("A-1", "30_a")
+    old = claim("A-1", "30_a", origin="")
     sandbox.notebook("hept/30_a"), sandbox.notebook("hept/31_b")
     sandbox.result("build/smoke/figures/30_a", "smoke", old)
     path = sandbox.root / "build/smoke/figures/30_a/claims.csv"
@@ -153,13 +164,50 @@ def test_findings_count_for_no_paper(sandbox):
     ]
     sandbox.result("build/smoke/figures/31_b", "smoke", *new)
     names = sandbox.run("atlas/92_claims.ipynb", "smoke")
-    assert names["by_paper"].sum(axis=1).to_dict() == {"A": 4} and names["by_paper"].loc["A", "undecided"] == 1
-    assert names["findings"]["id"].tolist() == ["A-4"]
+    assert names["by_paper"].sum(axis=1).to_dict() == {"A": 3} and names["by_paper"].loc["A", "undecided"] == 1
+    assert names["findings"]["id"].tolist() == ["A-4"] and names["unmarked"]["id"].tolist() == ["A-1"]
     assert names["tally"]("origin")["all"].to_dict() == {"stated": 2, "implied": 1, "ours": 1}
     assert names["tally"]("decided")["all"].to_dict() == {"proof": 2, "statistics": 1, "training": 1}
     folder = sandbox.root / "build/smoke/figures/92_claims"
-    assert "4 claims on record" in (text := (folder / "readme.md").read_text())
-    assert "counted apart: 1." in text and claims.read(folder / "ledger.csv") == [old, *new]
+    text = (folder / "readme.md").read_text()
+    for told in (
+        "state or imply (3 claims, from runs at scale smoke):",
+        "Results that trainings decide: 1 undecided.",
+        "What no paper states and was found here (1 findings):",
+        "count in neither table: 1.",
+    ):
+        assert told in text
+    assert claims.read(folder / "ledger.csv") == [old, *new]
+
+
+def test_what_falls_with_a_false_lemma(sandbox):
+    """A lemma is false; one theorem falls with it, one stands on its own check, a third rests on neither."""
+    false = claim("L-1", "30_a", "false as stated")
+    rows = [
+        claim("T-1", "30_a", "false as stated", uses="L-1 L-2"),
+        claim("T-2", "30_a", uses="T-1"),
+        claim("T-3", "30_a", uses="L-2"),
+        claim("T-4", "30_a", "undecided", uses="L-1"),
+    ]
+    sandbox.notebook("hept/30_a")
+    sandbox.result("build/smoke/figures/30_a", "smoke", *rows, false, claim("L-2", "30_a"))
+    folder = sandbox.ledger("smoke")
+    with (folder / "fallen.csv").open(newline="") as file:
+        found = {row["id"]: (row["rests on, false"], row["so"]) for row in csv.DictReader(file)}
+    assert found == {
+        "T-1": ("L-1", "falls with it"),
+        "T-2": ("L-1, T-1", "stands on a check of its own"),
+        "T-4": ("L-1", "open"),
+    }
+    assert (folder / "uses.png").exists()
+
+
+def test_rows_that_use_each_other_are_refused(sandbox):
+    sandbox.notebook("hept/30_a")
+    rows = [claim("A-1", "30_a", uses="A-2"), claim("A-2", "30_a", uses="A-1")]
+    sandbox.result("build/smoke/figures/30_a", "smoke", *rows)
+    with pytest.raises(graphlib.CycleError):
+        sandbox.ledger("smoke")
 
 
 def test_ledger_says_what_is_older_than_its_code(sandbox, monkeypatch):
