@@ -2639,6 +2639,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'sparseattn/sampled/universal.py'),
                                               'sparseattn.sampled.universal.contextual_map': ( 'sampled/universal.html#contextual_map',
                                                                                                'sparseattn/sampled/universal.py'),
+                                              'sparseattn.sampled.universal.delta_for': ( 'sampled/universal.html#delta_for',
+                                                                                          'sparseattn/sampled/universal.py'),
                                               'sparseattn.sampled.universal.grid_inputs': ( 'sampled/universal.html#grid_inputs',
                                                                                             'sparseattn/sampled/universal.py'),
                                               'sparseattn.sampled.universal.id_bits': ( 'sampled/universal.html#id_bits',

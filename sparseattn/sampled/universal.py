@@ -6,18 +6,19 @@
 __all__ = ['READINGS', 'ContextualCheck', 'check_contextual', 'AttentionLayer', 'Piece', 'ReluSum', 'FeedForwardLayer',
            'grid_inputs', 'position_code', 'rank_code', 'selective_shift', 'shift_layers', 'all_max_shift',
            'contextual_layers', 'contextual_map', 'id_bits', 'quantising_layers', 'Approximator', 'build_approximator',
-           'soften']
+           'delta_for', 'soften']
 
 # %% ../../nbs/sampled/53_universal.ipynb #479a3035
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from ..core.attention import check_choice, check_count
+from ..core.attention import check_choice, check_count, check_number
 
 # %% ../../nbs/sampled/53_universal.ipynb #5c9be002
 @dataclass(frozen=True)
@@ -621,6 +622,34 @@ def build_approximator(f: Callable, n: int, d: int, delta: float | Fraction, *, 
     dtype = np.int64 if int(ids.max()).bit_length() + 2 <= 62 else object
     stages = {name: [layer.astype(dtype) for layer in layers] for name, layers in stages.items()}
     return Approximator(n, d, resolution, ticks, stages, dtype, int(np.abs(targets).max()))
+
+# %% ../../nbs/sampled/53_universal.ipynb #53delta2
+def delta_for(eps: float, lipschitz: float, n: int, d: int, *, p: float = 2) -> Fraction:
+    """The largest step 1 / r with which the construction approximates a function to `eps` in d_p.
+
+    Sampled Transformer, Theorem 1 and Eq 2, by (n d)^(1/p) lipschitz delta / 2 <= eps.
+
+    Args:
+        eps: error allowed, positive.
+        lipschitz: change of an output over the largest change of a coordinate, at most; not negative.
+        n, d: points and coordinates.
+        p: of d_p, at least 1.
+
+    Returns:
+        Step for `build_approximator`.
+
+    Raises:
+        ValueError: `eps` is not positive, or another argument is out of range.
+
+    Example:
+        >>> delta_for(0.25, 2, n=2, d=1)
+        Fraction(1, 6)
+    """
+    check_count("n", n), check_count("d", d)
+    check_number("lipschitz", lipschitz, 0), check_number("p", p, 1), check_number("eps", eps, 0)
+    if eps == 0:
+        raise ValueError("eps must be positive, got 0")
+    return Fraction(1, max(2, ceil((n * d) ** (1 / p) * lipschitz / (2 * eps))))
 
 # %% ../../nbs/sampled/53_universal.ipynb #95396567
 def soften(network: Approximator, *, sharpness: float, ramp: float) -> Approximator:

@@ -11,16 +11,17 @@ import torch
 from sparseattn.sampled import universal as module
 from sparseattn.sampled.attention import cycle_attention
 from sparseattn.sampled.universal import (
-    READINGS,
     AttentionLayer,
     FeedForwardLayer,
     Piece,
+    READINGS,
     ReluSum,
     all_max_shift,
     build_approximator,
     check_contextual,
     contextual_layers,
     contextual_map,
+    delta_for,
     grid_inputs,
     id_bits,
     position_code,
@@ -259,6 +260,17 @@ def test_softened_network_agrees_off_its_ramps(f, n, d, r):
     assert max(layer.width for layer in soft.layers if isinstance(layer, FeedForwardLayer)) == 4
 
 
+@pytest.mark.parametrize("eps", [1.0, 0.3, 0.1])
+@pytest.mark.parametrize("p", [1, 2])
+def test_error_asked_for_is_kept(eps, p):
+    delta = delta_for(eps, 2, n=2, d=1, p=p)
+    r = delta.denominator
+    assert delta.numerator == 1 and 2 ** (1 / p) / r <= eps * (1 + 1e-12) and (r == 2 or 2 ** (1 / p) / (r - 1) > eps)
+    x = np.random.default_rng(11).random((300, 1, 2))
+    gap = build_approximator(below_max, 2, 1, delta)(x) - below_max(x)
+    assert (np.abs(gap) ** p).sum((1, 2)).mean() ** (1 / p) <= eps
+
+
 def test_blunt_softmax_does_not_agree():
     hard = build_approximator(below_max, 2, 1, 1 / 4, ticks=2**8)
     x = (grid_inputs(2, 1, 4) + 0.5) / 4
@@ -299,6 +311,9 @@ NETWORK = build_approximator(below_max, 2, 1, 1 / 2)
         (lambda: build_approximator(below_max, 2, 1, 0.3), ValueError, "delta must be 1 / r"),
         (lambda: build_approximator(below_max, 2, 1, 1), ValueError, "delta must be 1 / r"),
         (lambda: build_approximator(below_max, 1, 1, 0.5), ValueError, "n must be at least 2"),
+        (lambda: delta_for(0, 1, 2, 1), ValueError, "eps must be positive"),
+        (lambda: delta_for(0.1, -1, 2, 1), ValueError, "lipschitz must"),
+        (lambda: delta_for(0.1, 1, 2, 1, p=0.5), ValueError, "p must"),
         (lambda: build_approximator(0.5, 2, 1, 0.5), TypeError, "f must be a function"),
         (lambda: build_approximator(lambda x: x[0], 2, 1, 0.5), ValueError, "finite values of shape"),
         (lambda: build_approximator(lambda x: x / 0, 2, 1, 0.5), ValueError, "finite values of shape"),
