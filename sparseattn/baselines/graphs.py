@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (check_choice, check_count, check_form, check_mask, check_number, check_points,
-                                      hide_masked, sees_values, uncompiled)
-from ..core.points import farthest_point_sampling, interpolate, knn, squared_distance
+                                      hide_masked, uncompiled)
+from ..core.points import check_index, farthest_point_sampling, interpolate, knn, squared_distance
 
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
 class _Norm(nn.BatchNorm1d):
@@ -113,15 +113,12 @@ def _checked(name, x, mask, channels):
     return x
 
 
-def _check_index(index, x):
-    if not isinstance(index, Tensor) or index.dtype != torch.int64:
-        raise TypeError(f"index must be an int64 tensor, got {getattr(index, 'dtype', type(index).__name__)}")
+def _checked_index(index, x):
+    "The index (b, n, k) as int64; a number too large would be a row of the next cloud."
+    check_index("index", index, x.shape[1])
     if index.dim() != 3 or index.shape[:2] != x.shape[:2] or not index.shape[2]:
         raise ValueError(f"index must have shape {(*x.shape[:2], 'k')}, got {tuple(index.shape)}")
-    if sees_values(index):                                  # a number too large would be a row of the next cloud
-        low, high = (i.item() for i in index.aminmax())
-        if not (0 <= low and high < x.shape[1]):
-            raise ValueError(f"index must lie in 0..{x.shape[1] - 1}, found {low} to {high}")
+    return index.long()
 
 
 def _check_whole(**counts):
@@ -587,7 +584,7 @@ def edge_features(x: Float[Tensor, "b n c"], index: Int[Tensor, "b n k"]) -> Flo
         [[[[1.0, 3.0]], [[4.0, 0.0]]]]
     """
     check_form("x", x, 3)
-    _check_index(index, x)
+    index = _checked_index(index, x)
     centre = x[:, :, None].expand(-1, -1, index.shape[2], -1)
     return torch.cat([centre, _take(x, index) - centre], -1)
 
@@ -672,7 +669,7 @@ class EdgeConv(nn.Module):
         """Features after the layer, 0 at masked points; `impl` is "fast", or "reference", which writes edges down."""
         check_choice("impl", impl, ("fast", "reference"))
         x = _hidden("x", x, mask, self.inputs)
-        _check_index(index, x)
+        index = _checked_index(index, x)
         if impl == "reference":
             return hide_masked(self.layers(edge_features(x, index), mask).amax(2), mask)
         first, *rest = self.layers

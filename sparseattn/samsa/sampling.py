@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.attention import check_choice, check_count, check_finite, composed_gradients, transformed
 from ..core.native import c_kernels
-from ..core.relaxation import (_check_scores, check_noise, check_tau, gumbel, gumbel_softmax, gumbel_top_k,
+from ..core.relaxation import (check_noise, check_scores, check_tau, gumbel, gumbel_softmax, gumbel_top_k,
                                         straight_through)
 from ..core.tiles import TILES
 
@@ -67,7 +67,7 @@ def sample_with_replacement(x: Float[Tensor, "b n c"], scores: Float[Tensor, "b 
     """
     check_count("k", k)
     _check_rows(x, scores, 1)
-    _check_scores("scores", scores, -1)
+    check_scores("scores", scores, -1)
     weights = gumbel_softmax(scores[:, None].expand(-1, k, -1), tau=tau, hard=hard, noise=noise, generator=generator)
     rows = x.masked_fill((scores == -torch.inf)[..., None], 0)
     check_finite("x", rows)
