@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_generator, check_mask,
                                        check_qkv, check_qkv_form, check_scale, checked_cloud, composed_gradients,
                                        dense_attention, fused_attention, has_values, hide_masked, transformed)
-from ..core.native import c_kernels
+from ..core.native import c_kernels, c_source
 from ..core.points import has_triton
 from ..core.transformer import head_channels, register_attention
 from .cycles import (_advance, _check_order_form, _real_first, check_order, cycle_successor,
@@ -48,180 +48,6 @@ def _reference(q, k, v, order, scale, mask):
     pattern = own.scatter(-1, _advance(order, 1, count)[..., None], True)
     return dense_attention(q, k, v, pattern=pattern, scale=scale, mask=mask)
 
-# %% ../../nbs/sampled/51_attention.ipynb #1ce9e505
-def _next_row(order, count, batch, heads, by_point):
-    "Number of the row after each row."
-    after, n = _advance(order, 1, count), order.shape[-1]
-    if by_point:
-        start = torch.arange(0, batch * heads * n, heads * n, device=after.device).view(-1, 1, 1)
-        rows = after.transpose(1, 2) * heads + torch.arange(heads, device=after.device) + start
-    else:
-        rows = after + torch.arange(0, batch * heads * n, n, device=after.device).view(batch, heads, 1)
-    return rows.flatten()
-
-# %% ../../nbs/sampled/51_attention.ipynb #98687fbf
-def _attend(q, k, v, order, count, form, scale):
-    "Output, and share of the next row, by rows."
-    following = _next_row(order, count, *form)
-    share = ((k.index_select(0, following) - k) * q).sum(1).mul(scale).sigmoid()
-    return torch.lerp(v, v.index_select(0, following), share[:, None]), share
-
-# %% ../../nbs/sampled/51_attention.ipynb #5d22b2f1
-def _attend_backward(q, k, v, order, count, share, form, scale, grad):
-    "Gradients by queries, keys and values."
-    following = _next_row(order, count, *form)
-    back = torch.empty_like(following).scatter_(0, following, torch.arange(len(following), device=q.device))
-    to_score = (v.index_select(0, following) - v).mul_(grad).sum(1).mul_(1 - share).mul_(share).mul_(scale)[:, None]
-    to_q = (k.index_select(0, following) - k).mul_(to_score)
-    to_k, to_next = to_score * q, grad * share[:, None]
-    return to_q, to_k.index_select(0, back) - to_k, (grad - to_next).add_(to_next.index_select(0, back))
-
-# %% ../../nbs/sampled/51_attention.ipynb #2b95363b
-_WALK = r"""
-#include <stdint.h>
-#include <string.h>
-#include <tgmath.h>
-
-enum { CLOUDS, HEADS, POINTS, WIDTH, VALUES, BY_POINT, ORDERS, OF_CLOUD, THREADS };
-enum { PIECE = 2048, AHEAD = 6, LARGE = 1 << 14 };  // points, points, numbers worth a second thread
-typedef struct { const int64_t *order; int64_t points, first, step, from, to; } Walk;
-
-static int64_t pieces(const int64_t *s) { return s[CLOUDS] * s[HEADS] * ((s[POINTS] + PIECE - 1) / PIECE); }
-
-static Walk piece(int64_t number, const int64_t *order, const int64_t *count, const int64_t *s) {
-    int64_t n = s[POINTS], parts = (n + PIECE - 1) / PIECE, from = number % parts * PIECE;
-    int64_t head = number / parts % s[HEADS], cloud = number / parts / s[HEADS];
-    int64_t which = (s[ORDERS] > 1 ? cloud : 0) * s[OF_CLOUD] + (s[OF_CLOUD] > 1 ? head : 0);
-    int64_t first = s[BY_POINT] ? cloud * n * s[HEADS] + head : (cloud * s[HEADS] + head) * n;
-    return (Walk){order + n * which, count ? count[cloud] : n, first, s[BY_POINT] ? s[HEADS] : 1, from,
-                  from + PIECE < n ? from + PIECE : n};
-}
-
-static int64_t row(Walk w, int64_t place) { return w.first + w.order[place] * w.step; }
-static int64_t next(Walk w, int64_t place) { return row(w, place + 1 < w.points ? place + 1 : 0); }
-static int64_t previous(Walk w, int64_t place) { return row(w, place ? place - 1 : w.points - 1); }
-"""
-
-# %% ../../nbs/sampled/51_attention.ipynb #c6db96ea
-_ROWS = r"""
-static REAL product_of_difference(const REAL *x, const REAL *b, const REAL *a, int64_t d) {
-    REAL sum = 0;
-    #pragma omp simd reduction(+ : sum)
-    for (int64_t c = 0; c < d; c++) sum += x[c] * (b[c] - a[c]);
-    return sum;
-}
-
-static void prefetch(const REAL *x, int64_t d) {
-    for (int64_t c = 0; c < d; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
-}
-
-static int each_once(const int64_t *order, int64_t rows, int64_t n, char *seen) {
-    int fine = 1;
-    for (int64_t r = 0; fine && r < rows; r++) {
-        memset(seen, 0, n);
-        for (int64_t t = r * n; fine && t < (r + 1) * n; t++) {
-            uint64_t i = order[t];
-            fine = i < (uint64_t)n && !seen[i];
-            if (fine) seen[i] = 1;
-        }
-    }
-    return fine;
-}
-"""
-
-# %% ../../nbs/sampled/51_attention.ipynb #b8043374
-_FORWARD = r"""
-int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, const int64_t *count, REAL *out,
-            REAL *share, const int64_t *s, double scale) {
-    int64_t d = s[WIDTH], e = s[VALUES], number = pieces(s);
-    int nonfinite = 0;
-    if (!each_once(order, s[ORDERS] * s[OF_CLOUD], s[POINTS], (char *)share)) return 2;  // in the memory of what comes later
-    #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE) reduction(| : nonfinite)
-    for (int64_t p = 0; p < number; p++) {
-        Walk w = piece(p, order, count, s);
-        for (int64_t t = w.from; t < w.to; t++) {
-            int64_t i = row(w, t);
-            if (t >= w.points) { memset(out + i * e, 0, e * sizeof(REAL)); share[i] = 0; continue; }
-            int64_t j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
-            prefetch(q + far * d, d), prefetch(k + far * d, d), prefetch(v + far * e, e);
-            REAL score = product_of_difference(q + i * d, k + j * d, k + i * d, d) * (REAL)scale;
-            REAL g = 1 / (1 + exp(-score)), sum = score;
-            #pragma omp simd reduction(+ : sum)
-            for (int64_t c = 0; c < e; c++) sum += out[i * e + c] = v[i * e + c] + g * (v[j * e + c] - v[i * e + c]);
-            nonfinite |= !isfinite(sum);
-            share[i] = g;
-        }
-    }
-    return nonfinite;
-}
-"""
-
-# %% ../../nbs/sampled/51_attention.ipynb #21077309
-_BACKWARD = r"""
-int backward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order, const int64_t *count, const REAL *share,
-             const REAL *grad, REAL *to_q, REAL *to_k, REAL *to_v, const int64_t *s, double scale) {
-    int64_t d = s[WIDTH], e = s[VALUES], wide = d * sizeof(REAL), number = pieces(s);
-    #pragma omp parallel for num_threads(s[THREADS]) if (number > 1 && s[POINTS] * number * d > LARGE)
-    for (int64_t p = 0; p < number; p++) {
-        Walk w = piece(p, order, count, s);
-        REAL slope[2] = {0};  // of the scores of the last point and of this one
-        for (int64_t t = w.from; t < w.to; t++) {
-            int64_t i = row(w, t);
-            if (t >= w.points) {
-                memset(to_q + i * d, 0, wide), memset(to_k + i * d, 0, wide), memset(to_v + i * e, 0, e * sizeof(REAL));
-                continue;
-            }
-            int64_t h = previous(w, t), j = next(w, t), far = t + AHEAD < w.points ? row(w, t + AHEAD) : i;
-            prefetch(q + far * d, d), prefetch(k + far * d, d), prefetch(v + far * e, e), prefetch(grad + far * e, e);
-            for (int m = t > w.from; m < 2; m++) {
-                int64_t a = m ? i : h, b = m ? j : i;
-                slope[m] = product_of_difference(grad + a * e, v + b * e, v + a * e, e) * share[a] * (1 - share[a]) * (REAL)scale;
-            }
-            #pragma omp simd
-            for (int64_t c = 0; c < d; c++) {
-                to_q[i * d + c] = slope[1] * (k[j * d + c] - k[i * d + c]);
-                to_k[i * d + c] = slope[0] * q[h * d + c] - slope[1] * q[i * d + c];
-            }
-            #pragma omp simd
-            for (int64_t c = 0; c < e; c++) to_v[i * e + c] = (1 - share[i]) * grad[i * e + c] + share[h] * grad[h * e + c];
-            slope[0] = slope[1];
-        }
-    }
-    return 0;
-}
-"""
-
-# %% ../../nbs/sampled/51_attention.ipynb #e90be04a
-_SOURCE = _WALK + _ROWS + _FORWARD + _BACKWARD
-
-
-def _kernels(x):
-    return c_kernels(_SOURCE, x)
-
-
-def _sizes(q, v, order, form):
-    (batch, heads, by_point), (orders, of_cloud, n) = form, order.shape
-    return batch, heads, n, q.shape[1], v.shape[1], by_point, orders, of_cloud, torch.get_num_threads()
-
-
-def _attend_in_c(kernels, diagnose, q, k, v, order, count, form, scale):
-    "`_attend`; `diagnose` is called if something is not finite."
-    out, share = torch.empty_like(v), q.new_empty(len(q))
-    found = kernels("forward", q, k, v, order, count, out, share, _sizes(q, v, order, form), float(scale))
-    if found == 2:
-        check_order("order", order)
-    if found == 1 and diagnose is not None:
-        diagnose()
-    return out, share
-
-
-def _attend_backward_in_c(kernels, q, k, v, order, count, share, form, scale, grad):
-    "`_attend_backward`."
-    to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
-    kernels("backward", q, k, v, order, count, share, grad, to_q, to_k, to_v,
-            _sizes(q, v, order, form), float(scale))
-    return to_q, to_k, to_v
-
 # %% ../../nbs/sampled/51_attention.ipynb #a06f16f0
 def _rows_of(x, by_point):
     "Rows (r, d) of x (b, h, n, d), numbered in the order in which they lie."
@@ -240,6 +66,71 @@ def _flat(q, k, v):
     form = *q.shape[:2], q.transpose(1, 2).is_contiguous()
     return *(_rows_of(x, form[2]) for x in (q, k, v)), form
 
+# %% ../../nbs/sampled/51_attention.ipynb #1ce9e505
+def _next_row(order, count, batch, heads, by_point):
+    "Number of the row after each row."
+    after, n = _advance(order, 1, count), order.shape[-1]
+    if by_point:
+        start = torch.arange(0, batch * heads * n, heads * n, device=after.device).view(-1, 1, 1)
+        rows = after.transpose(1, 2) * heads + torch.arange(heads, device=after.device) + start
+    else:
+        rows = after + torch.arange(0, batch * heads * n, n, device=after.device).view(batch, heads, 1)
+    return rows.flatten()
+
+# %% ../../nbs/sampled/51_attention.ipynb #98687fbf
+def _attend(q, k, v, order, count, form, scale):
+    "Output, and share of the next row, by rows."
+    following = _next_row(order, count, *form)
+    share = ((k.index_select(0, following) - k) * q).sum(1).mul(scale).sigmoid()
+    return torch.lerp(v, v.index_select(0, following), share[:, None]), share
+
+# %% ../../nbs/sampled/51_attention.ipynb #51cmpfn1
+def _composed(q, k, v, order, count, scale):
+    "Output (b, h, n, d), differentiable as often as one likes."
+    *rows, form = _flat(q, k, v)
+    return _unflatten(_attend(*rows, order, count, form, scale)[0], form)
+
+# %% ../../nbs/sampled/51_attention.ipynb #5d22b2f1
+def _attend_backward(q, k, v, order, count, share, form, scale, grad):
+    "Gradients by queries, keys and values."
+    following = _next_row(order, count, *form)
+    back = torch.empty_like(following).scatter_(0, following, torch.arange(len(following), device=q.device))
+    to_score = (v.index_select(0, following) - v).mul_(grad).sum(1).mul_(1 - share).mul_(share).mul_(scale)[:, None]
+    to_q = (k.index_select(0, following) - k).mul_(to_score)
+    to_k, to_next = to_score * q, grad * share[:, None]
+    return to_q, to_k.index_select(0, back) - to_k, (grad - to_next).add_(to_next.index_select(0, back))
+
+# %% ../../nbs/sampled/51_attention.ipynb #e90be04a
+_SOURCE = c_source("cycle_attention.c")
+
+
+def _kernels(x):
+    return c_kernels(_SOURCE, x)
+
+
+def _sizes(q, v, order, form):
+    (batch, heads, by_point), (orders, of_cloud, n) = form, order.shape
+    return batch, heads, n, q.shape[1], v.shape[1], by_point, orders, of_cloud, torch.get_num_threads()
+
+# %% ../../nbs/sampled/51_attention.ipynb #51cpass1
+def _attend_in_c(kernels, diagnose, q, k, v, order, count, form, scale):
+    "`_attend`; `diagnose` is called if something is not finite."
+    out, share = torch.empty_like(v), q.new_empty(len(q))
+    found = kernels("forward", q, k, v, order, count, out, share, _sizes(q, v, order, form), float(scale))
+    if found == 2:
+        check_order("order", order)
+    if found == 1 and diagnose is not None:
+        diagnose()
+    return out, share
+
+
+def _attend_backward_in_c(kernels, q, k, v, order, count, share, form, scale, grad):
+    "`_attend_backward`."
+    to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
+    kernels("backward", q, k, v, order, count, share, grad, to_q, to_k, to_v,
+            _sizes(q, v, order, form), float(scale))
+    return to_q, to_k, to_v
+
 # %% ../../nbs/sampled/51_attention.ipynb #d95fe4f3
 def _on_gpu(x):
     "Whether the kernels of `59_cycle_gpu` serve a tensor; half precision is theirs to widen."
@@ -257,12 +148,6 @@ def _forms(x, diagnose=None):
     return functools.partial(_attend_in_c, kernels, diagnose), functools.partial(_attend_backward_in_c, kernels)
 
 # %% ../../nbs/sampled/51_attention.ipynb #51autfn1
-def _composed(q, k, v, order, count, scale):
-    "Output (b, h, n, d), differentiable as often as one likes."
-    *rows, form = _flat(q, k, v)
-    return _unflatten(_attend(*rows, order, count, form, scale)[0], form)
-
-
 class _CycleAttention(torch.autograd.Function):
     "The output, with its gradient."
 
