@@ -1,4 +1,5 @@
 // The rows of keys and values that have the highest scores, side by side, and gradients back to where they lie; see 71_attention.
+// Numbers are compared and copied, not computed with, so subnormal ones stay what they are.
 #include "kernel.h"
 
 /* [sizes] */
@@ -54,31 +55,21 @@ static int gather_head(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v,
 
 int gather(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *out, const int64_t *s) {
     int found = FINE;
-    #pragma omp parallel num_threads(s[THREADS]) if (copied(s) > LARGE) reduction(| : found)
-    {
-        uint64_t mode = flush_subnormals();
-        #pragma omp for
-        for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
-            found |= gather_head(pair, k, v, own_k, own_v, index, out, s);
-        restore_subnormals(mode);
-    }
+    #pragma omp parallel for num_threads(s[THREADS]) if (copied(s) > LARGE) reduction(| : found)
+    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
+        found |= gather_head(pair, k, v, own_k, own_v, index, out, s);
     return found;
 }
 
 /* [scatter] */
 int scatter(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, const REAL *grad, const int64_t *s) {
     int64_t m = s[CHOSEN], d = s[WIDTH], e = s[VALUES];
-    #pragma omp parallel num_threads(s[THREADS]) if (copied(s) > LARGE)
-    {
-        uint64_t mode = flush_subnormals();
-        #pragma omp for
-        for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
-            for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
-                copy(row(k, own_k, index[a], pair, pair, d, s[KEYS_BY_POINT], s), grad + a * (d + e), d);
-                copy(row(v, own_v, index[a], pair, pair, e, s[VALUES_BY_POINT], s), grad + a * (d + e) + d, e);
-            }
-        restore_subnormals(mode);
-    }
+    #pragma omp parallel for num_threads(s[THREADS]) if (copied(s) > LARGE)
+    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
+        for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
+            copy(row(k, own_k, index[a], pair, pair, d, s[KEYS_BY_POINT], s), grad + a * (d + e), d);
+            copy(row(v, own_v, index[a], pair, pair, e, s[VALUES_BY_POINT], s), grad + a * (d + e) + d, e);
+        }
     return 0;
 }
 
@@ -124,15 +115,10 @@ static int best(const REAL *scores, int64_t n, int64_t m, int64_t *index) {
 int choose(const REAL *scores, REAL *k, REAL *v, REAL *own_k, REAL *own_v, int64_t *index, REAL *rows, const int64_t *s) {
     int64_t all = s[TOKENS] + s[SUPPORTS], m = s[CHOSEN];
     int found = FINE;
-    #pragma omp parallel num_threads(s[THREADS]) if (copied(s) + searched(s) > LARGE) reduction(| : found)
-    {
-        uint64_t mode = flush_subnormals();
-        #pragma omp for
-        for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++) {
-            int bad = best(scores + pair * all, all, m, index + pair * m);
-            found |= bad ? bad : gather_head(pair, k, v, own_k, own_v, index, rows, s);
-        }
-        restore_subnormals(mode);
+    #pragma omp parallel for num_threads(s[THREADS]) if (copied(s) + searched(s) > LARGE) reduction(| : found)
+    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++) {
+        int bad = best(scores + pair * all, all, m, index + pair * m);
+        found |= bad ? bad : gather_head(pair, k, v, own_k, own_v, index, rows, s);
     }
     return found;
 }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_qkv, check_qkv_form, check_scale,
                                        checked_cloud, composed_gradients, dense_attention, hide_masked, sees_values,
                                        transformed)
-from ..core.native import c_kernels
+from ..core.native import c_kernels, c_source
 from ..core.relaxation import check_noise, check_tau, gumbel
 from ..core.tiles import as_contiguous, few_keys_attention
 from ..core.transformer import head_channels, register_attention
@@ -79,200 +79,36 @@ def _check_scores(noisy, need):
         raise ValueError("scores and noise must be finite or -inf, found NaN or +inf")
     there = int((noisy > -torch.inf).sum(-1).min())
     if there < need:
-        raise ValueError(f"samples: a head must find {need} real tokens and supports, found {there}; "
-                         "without supports that is as many as it samples, and twice as many to train or to mix")
+        _refuse(need, there)
+
+
+def _refuse(need, there):
+    raise ValueError(f"samples: a head must find {need} real tokens and supports, found {there}; "
+                     "without supports that is as many as it samples, and twice as many to train or to mix")
 
 # %% ../../nbs/samsa/71_attention.ipynb #eea6ddc9
+def _numbered(x, index):
+    "The rows of x (b, h, n, d) as they lie in memory, and the numbers there of those that index (b, h, m) names."
+    (batch, heads, n, d), (x, by_point) = x.shape, as_contiguous(x)
+    cloud, head = torch.arange(batch, device=x.device)[:, None, None], torch.arange(heads, device=x.device)[:, None]
+    number = (cloud * n + index) * heads + head if by_point else (cloud * heads + head) * n + index
+    return x.reshape(-1, d), number.flatten()
+
+
 def _taken(x, index, table):
     "Rows of x (b, h, n, d) by index (b, h, m); from n on rows of the table (h, s, d)."
-    place, n = index[..., None].expand(*index.shape, x.shape[3]), x.shape[2]
+    rows, number = _numbered(x, index if table is None else index % x.shape[2])
+    rows = rows.index_select(0, number).view(*index.shape, -1)
     if table is None:
-        return x.gather(2, place)
-    table = table.to(x.dtype).expand(len(x), -1, -1, -1)
-    return torch.where(place < n, x.gather(2, place.clamp(max=n - 1)), table.gather(2, (place - n).clamp(min=0)))
+        return rows
+    own, number = _numbered(table[None].to(x.dtype), (index - x.shape[2]) % table.shape[1])
+    own = own.index_select(0, number).view(rows.shape)
+    return torch.where(index[..., None] < x.shape[2], rows, own)
 
-
+# %% ../../nbs/samsa/71_attention.ipynb #71sidefn
 def _side_by_side(k, v, own_k, own_v, index):
     "Keys and values by index, (b, h, m, d + e)."
     return torch.cat([_taken(k, index, own_k), _taken(v, index, own_v)], -1)
-
-# %% ../../nbs/samsa/71_attention.ipynb #544c5c00
-_ROWS = r"""
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-enum { CLOUDS, HEADS, TOKENS, CHOSEN, WIDTH, VALUES, KEYS_BY_POINT, VALUES_BY_POINT, SUPPORTS, THREADS };
-enum { AHEAD = 8, LARGE = 1 << 14 };  // rows, numbers worth a second thread
-
-// Number of row i of a head of a cloud.
-static int64_t number(int64_t i, int64_t pair, int64_t rows, int64_t by_point, const int64_t *s) {
-    return by_point ? (pair / s[HEADS] * rows + i) * s[HEADS] + pair % s[HEADS] : pair * rows + i;
-}
-
-// Where row i is: among the tokens, or from TOKENS on among the supports of table `own`.
-static REAL *row(REAL *x, REAL *supports, int64_t i, int64_t pair, int64_t own, int64_t width, int64_t by_point, const int64_t *s) {
-    if (i >= s[TOKENS]) return supports + (own * s[SUPPORTS] + i - s[TOKENS]) * width;
-    return x + number(i, pair, s[TOKENS], by_point, s) * width;
-}
-
-static void prefetch(const REAL *x, int64_t width) {
-    for (int64_t c = 0; c < width; c += 64 / sizeof(REAL)) __builtin_prefetch(x + c);
-}
-
-// The sum of a row shows whether all of it is finite.
-static REAL copy(REAL *to, const REAL *from, int64_t width) {
-    REAL sum = 0;
-    #pragma omp simd reduction(+ : sum)
-    for (int64_t c = 0; c < width; c++) sum += to[c] = from[c];
-    return sum;
-}
-
-static inline int64_t work(const int64_t *s) { return s[CLOUDS] * s[HEADS] * s[CHOSEN] * (s[WIDTH] + s[VALUES]); }
-"""
-
-# %% ../../nbs/samsa/71_attention.ipynb #5c186d61
-_GATHER = r"""
-static int gathered(int64_t pair, REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *out, const int64_t *s) {
-    int64_t m = s[CHOSEN], d = s[WIDTH], e = s[VALUES], head = pair % s[HEADS];
-    int nonfinite = 0;
-    for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
-        if (a + AHEAD < (pair + 1) * m) {
-            prefetch(row(k, own_k, index[a + AHEAD], pair, head, d, s[KEYS_BY_POINT], s), d);
-            prefetch(row(v, own_v, index[a + AHEAD], pair, head, e, s[VALUES_BY_POINT], s), e);
-        }
-        REAL *to = out + a * (d + e), sum = copy(to, row(k, own_k, index[a], pair, head, d, s[KEYS_BY_POINT], s), d);
-        sum += copy(to + d, row(v, own_v, index[a], pair, head, e, s[VALUES_BY_POINT], s), e);
-        nonfinite |= !isfinite(sum);
-    }
-    return nonfinite;
-}
-
-int gather(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, REAL *out, const int64_t *s) {
-    int nonfinite = 0;
-    #pragma omp parallel for num_threads(s[THREADS]) if (work(s) > LARGE) reduction(| : nonfinite)
-    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
-        nonfinite |= gathered(pair, k, v, own_k, own_v, index, out, s);
-    return nonfinite;
-}
-
-int scatter(REAL *k, REAL *v, REAL *own_k, REAL *own_v, const int64_t *index, const REAL *grad, const int64_t *s) {
-    int64_t m = s[CHOSEN], d = s[WIDTH], e = s[VALUES];
-    #pragma omp parallel for num_threads(s[THREADS]) if (work(s) > LARGE)
-    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++)
-        for (int64_t a = pair * m; a < (pair + 1) * m; a++) {
-            copy(row(k, own_k, index[a], pair, pair, d, s[KEYS_BY_POINT], s), grad + a * (d + e), d);
-            copy(row(v, own_v, index[a], pair, pair, e, s[VALUES_BY_POINT], s), grad + a * (d + e) + d, e);
-        }
-    return 0;
-}
-"""
-
-# %% ../../nbs/samsa/71_attention.ipynb #c010b912
-_BEST = r"""
-// Numbers in the order of their scores.
-static uint64_t key(REAL score) {
-    double wide = score;
-    uint64_t u;
-    memcpy(&u, &wide, sizeof u);
-    return u >> 63 ? ~u : u | (uint64_t)1 << 63;
-}
-
-static int best(const REAL *scores, int64_t n, int64_t m, int64_t *index) {
-    uint64_t prefix = 0, mask = 0;
-    int64_t left = m, found = 0;
-    int bad = 0;
-    for (int shift = 53; mask != ~(uint64_t)0; shift = shift > 11 ? shift - 11 : 0) {
-        int64_t count[2048] = {0}, digit = 2047;
-        for (int64_t i = 0; i < n; i++) {
-            uint64_t u = key(scores[i]);
-            bad |= !(scores[i] < INFINITY);
-            if ((u & mask) == prefix) count[u >> shift & 2047]++;
-        }
-        if (bad) return 2;
-        while (count[digit] < left) left -= count[digit--];
-        prefix |= (uint64_t)digit << shift, mask |= (uint64_t)2047 << shift;
-        if (count[digit] == left) break;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        uint64_t u = key(scores[i]) & mask;
-        if (u > prefix || (u == prefix && left-- > 0)) {
-            if (scores[i] == -INFINITY) return 2;
-            index[found++] = i;
-        }
-    }
-    return 0;
-}
-
-static inline int64_t search(const int64_t *s) {
-    return s[CLOUDS] * s[HEADS] * (s[TOKENS] + s[SUPPORTS]);
-}
-
-int choose(const REAL *scores, REAL *k, REAL *v, REAL *own_k, REAL *own_v, int64_t *index, REAL *rows,
-           const int64_t *s) {
-    int64_t all = s[TOKENS] + s[SUPPORTS], m = s[CHOSEN];
-    int found = 0;
-    #pragma omp parallel for num_threads(s[THREADS]) if (work(s) + search(s) > LARGE) reduction(| : found)
-    for (int64_t pair = 0; pair < s[CLOUDS] * s[HEADS]; pair++) {
-        int bad = best(scores + pair * all, all, m, index + pair * m);
-        found |= bad ? bad : gathered(pair, k, v, own_k, own_v, index, rows, s);
-    }
-    return found;
-}
-"""
-_SOURCE = _ROWS + _GATHER + _BEST
-
-# %% ../../nbs/samsa/71_attention.ipynb #c01cedfd
-def _tables(k, supports):
-    "Keys and values of supports (h, s, d) for a kernel, and their number."
-    if supports is None:
-        return (None, None), 0
-    return [table.to(k.dtype).contiguous() for table in supports[:2]], supports[0].shape[1]
-
-
-def _zeros(like, batch, heads, n, width, by_point):
-    return like.new_zeros((batch, n, heads, width) if by_point else (batch, heads, n, width))
-
-# %% ../../nbs/samsa/71_attention.ipynb #5119358d
-class _Gather(torch.autograd.Function):
-    "Rows of keys and values (b, h, n, d), and from n on of supports (h, s, d), side by side."
-
-    @staticmethod
-    def forward(ctx, k, v, own_k, own_v, index, supports, diagnose):
-        ctx.save_for_backward(k, v, own_k, own_v, index)
-        (batch, heads, n, d), e = k.shape, v.shape[3]
-        (k, keys_by_point), (v, values_by_point) = as_contiguous(k), as_contiguous(v)
-        ctx.sizes = (batch, heads, n, index.shape[2], d, e, keys_by_point, values_by_point, supports,
-                     torch.get_num_threads())
-        out = k.new_empty(batch, heads, index.shape[2], d + e)
-        ctx.kernels = c_kernels(_SOURCE, k)
-        nonfinite = ctx.kernels("gather", k, v, own_k, own_v, index, out, ctx.sizes)
-        if nonfinite and diagnose is not None:
-            diagnose()
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        *inputs, index = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *composed_gradients(lambda *x: _side_by_side(*x, index), inputs, grad), None, None, None
-        batch, heads, n, _, d, e, keys_by_point, values_by_point, supports, _ = ctx.sizes
-        k, v = _zeros(grad, batch, heads, n, d, keys_by_point), _zeros(grad, batch, heads, n, e, values_by_point)
-        own = [_zeros(grad, batch, heads, supports, width, False) if supports else None for width in (d, e)]
-        ctx.kernels("scatter", k, v, *own, index, grad.contiguous(), ctx.sizes)
-        k, v = k.transpose(1, 2) if keys_by_point else k, v.transpose(1, 2) if values_by_point else v
-        return k, v, *(x if x is None else x.sum(0) for x in own), None, None, None
-
-# %% ../../nbs/samsa/71_attention.ipynb #a624a348
-def _chosen(k, v, index, supports, diagnose=None):
-    "Keys and values side by side (b, h, m, d + e), by index (b, h, m); `diagnose` is called if one is not finite."
-    if c_kernels(_SOURCE, k) is not None and not transformed(v, index, *supports or ()):
-        tables, number = _tables(k, supports)
-        return _Gather.apply(k, v, *tables, index, number, diagnose)
-    rows = _side_by_side(k, v, *(None, None) if supports is None else supports[:2], index)
-    if diagnose is not None and sees_values(rows) and not math.isfinite(rows.detach().sum().item()):
-        diagnose()
-    return rows
 
 # %% ../../nbs/samsa/71_attention.ipynb #aa392a9e
 def _mixed(x, scores, top, index, samples, tau, hard):
@@ -285,20 +121,6 @@ def _mixed(x, scores, top, index, samples, tau, hard):
             rows = _Swap.apply(rows, scores, rows.detach(), top.flatten(0, 1), None, samples, float(tau), hard)
     return rows.view(*x.shape[:2], samples, -1)
 
-# %% ../../nbs/samsa/71_attention.ipynb #a2844e65
-def _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, diagnose):
-    "Keys and values to attend to, side by side (b, h, k, d + e), and their numbers (b, h, k)."
-    compares = _compares(scores, hard)
-    need = samples * (1 + compares)
-    top, index = noisy.topk(min(need, noisy.shape[-1]), -1, sorted=compares)
-    if top.shape[-1] < need or sees_values(top) and not math.isfinite(top.sum().item()):
-        _check_scores(noisy, need)
-    rows = _chosen(k, v, index, supports, diagnose)
-    if compares:
-        scores = _capped(scores, top, samples, tau) if cap else scores
-        rows = _mixed(rows, scores, top, index, samples, tau, hard)
-    return rows, index[..., :samples]
-
 # %% ../../nbs/samsa/71_attention.ipynb #1d45d5dc
 def _capped(scores, top, samples, tau):
     "The scores, with the gradient of each head times what brings the largest slope of a comparison down to 1/4."
@@ -308,39 +130,155 @@ def _capped(scores, top, samples, tau):
     factor = (0.25 / slope.clamp(min=0.25)).to(scores.dtype)
     return torch.where(scores.isfinite(), scores.detach() + factor * (scores - scores.detach()), scores)
 
-# %% ../../nbs/samsa/71_attention.ipynb #4d37d519
-def _best(kernels, k, v, noisy, supports, samples, diagnose):
-    "`_searched` for a hard choice without a gradient."
-    (batch, heads, n, d), e = k.shape, v.shape[3]
+# %% ../../nbs/samsa/71_attention.ipynb #71cpass1
+_SOURCE = c_source("selected_rows.c")
+
+
+def _told(k, v, own_k, number):
+    "Keys and values as a kernel reads them, and the sizes."
+    (batch, heads, n, d), e, supports = k.shape, v.shape[3], 0 if own_k is None else own_k.shape[1]
     (k, keys_by_point), (v, values_by_point) = as_contiguous(k), as_contiguous(v)
-    tables, number = _tables(k, supports)
-    index = noisy.new_empty(batch, heads, samples, dtype=torch.int64)
-    rows = k.new_empty(batch, heads, samples, d + e)
-    found = kernels("choose", noisy.contiguous(), k, v, *tables, index, rows,
-                    (batch, heads, n, samples, d, e, keys_by_point, values_by_point, number, torch.get_num_threads()))
-    if found & 2:
-        _check_scores(noisy, samples)
-    if found & 1 and diagnose is not None:
+    return k, v, (batch, heads, n, number, d, e, keys_by_point, values_by_point, supports, torch.get_num_threads())
+
+# %% ../../nbs/samsa/71_attention.ipynb #71selfn1
+def _select(k, v, own_k, own_v, noisy, number, in_order, diagnose=None):
+    "Keys and values side by side (b, h, m, d + e) and numbers (b, h, m) of the m highest scores (b, h, n + s)."
+    kernels = c_kernels(_SOURCE, k)
+    if kernels is not None and noisy.dtype == k.dtype and not in_order:
+        index = noisy.new_empty(*noisy.shape[:2], number, dtype=torch.int64)
+        return _rows_in_c(kernels, "choose", noisy.contiguous(), k, v, own_k, own_v, index, diagnose), index
+    top, index = noisy.topk(number, -1, sorted=in_order)
+    if sees_values(top) and not math.isfinite(top.sum().item()):
+        _check_scores(noisy, number)
+    if kernels is not None:
+        return _rows_in_c(kernels, "gather", None, k, v, own_k, own_v, index, diagnose), index
+    rows = _side_by_side(k, v, own_k, own_v, index)
+    if diagnose is not None and sees_values(rows) and not math.isfinite(rows.sum().item()):
         diagnose()
     return rows, index
 
-# %% ../../nbs/samsa/71_attention.ipynb #c3c2a4f0
-def _learn(*tensors):
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+# %% ../../nbs/samsa/71_attention.ipynb #71selfn2
+def _rows_in_c(kernels, name, noisy, k, v, own_k, own_v, index, diagnose):
+    "Rows by index; to choose, with scores, is to write the index first."
+    own, rows = (x if x is None else x.contiguous() for x in (own_k, own_v)), k.new_empty(*index.shape, k.shape[3] + v.shape[3])
+    k, v, sizes = _told(k, v, own_k, index.shape[2])
+    found = kernels(name, *(() if noisy is None else (noisy,)), k, v, *own, index, rows, sizes)
+    if found & 2:
+        _check_scores(noisy, index.shape[2])
+    if found & 1 and diagnose is not None:
+        diagnose()
+    return rows
+
+# %% ../../nbs/samsa/71_attention.ipynb #71unsfn1
+def _zeros(like, batch, heads, n, width, by_point):
+    x = like.new_zeros((batch, n, heads, width) if by_point else (batch, heads, n, width))
+    return x, x.transpose(1, 2) if by_point else x
 
 
+def _unselect(grad, k, v, own_k, own_v, index):
+    "Gradients by keys, values, and keys and values of supports."
+    kernels, supports = c_kernels(_SOURCE, grad), 0 if own_k is None else own_k.shape[1]
+    if kernels is None:
+        return _unselected(grad, k, v, supports, index)
+    k, v, sizes = _told(k, v, own_k, index.shape[2])
+    (batch, heads, n, _, d, e, keys_by_point, values_by_point, *_), none = sizes, (None, None)
+    (to_k, as_k), (to_v, as_v) = (_zeros(grad, batch, heads, n, *form) for form in ((d, keys_by_point), (e, values_by_point)))
+    own = [_zeros(grad, batch, heads, supports, width, False)[0] for width in (d, e)] if supports else none
+    kernels("scatter", to_k, to_v, *own, index, grad.contiguous(), sizes)
+    return as_k, as_v, *(x if x is None else x.sum(0) for x in own)
+
+# %% ../../nbs/samsa/71_attention.ipynb #71unsfn2
+def _unselected(grad, k, v, supports, index):
+    "`_unselect` in torch's operations."
+    (batch, heads, n, d), found = k.shape, []
+    for x, part in ((k, grad[..., :d]), (v, grad[..., d:])):
+        by_point = as_contiguous(x)[1]
+        rows, every = _zeros(grad, batch, heads, n + supports, part.shape[3], by_point)
+        flat, number = _numbered(every, index)
+        flat.index_copy_(0, number, part.reshape(-1, part.shape[3]))
+        found.append((every[:, :, :n], every[:, :, n:].sum(0) if supports else None))
+    (to_k, own_k), (to_v, own_v) = found
+    return to_k, to_v, own_k, own_v
+
+# %% ../../nbs/samsa/71_attention.ipynb #71opfn01
+class _Select(torch.autograd.Function):
+    "`_select`, with its gradient."
+
+    @staticmethod
+    def forward(ctx, k, v, own_k, own_v, noisy, number, in_order, diagnose):
+        rows, index = _select(k, v, own_k, own_v, noisy, number, in_order, diagnose)
+        ctx.save_for_backward(k, v, own_k, own_v, index)
+        ctx.mark_non_differentiable(index)
+        return rows, index
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        *inputs, index = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *composed_gradients(lambda *x: _side_by_side(*x, index), inputs, grad), *[None] * 4
+        return *_unselect(grad, *inputs, index), *[None] * 4
+
+# %% ../../nbs/samsa/71_attention.ipynb #71opfn02
+@torch.library.custom_op("sparseattn::select_rows", mutates_args=())
+def _operator(k: Tensor, v: Tensor, own_k: Tensor | None, own_v: Tensor | None, noisy: Tensor, number: int,
+              in_order: bool) -> tuple[Tensor, Tensor]:
+    return _select(k, v, own_k, own_v, noisy, number, in_order)
+
+
+@torch.library.custom_op("sparseattn::select_rows_backward", mutates_args=())
+def _operator_backward(grad: Tensor, k: Tensor, v: Tensor, own_k: Tensor | None, own_v: Tensor | None,
+                       index: Tensor) -> list[Tensor]:
+    return [x.contiguous() for x in _unselect(grad, k, v, own_k, own_v, index) if x is not None]
+
+# %% ../../nbs/samsa/71_attention.ipynb #71opfn03
+@_operator.register_fake
+def _(k, v, own_k, own_v, noisy, number, in_order):
+    index = noisy.new_empty(*noisy.shape[:2], number, dtype=torch.int64)
+    return k.new_empty(*index.shape, k.shape[3] + v.shape[3]), index
+
+
+@_operator_backward.register_fake
+def _(grad, k, v, own_k, own_v, index):
+    return [grad.new_empty(x.shape) for x in (k, v, own_k, own_v) if x is not None]
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4], output[1])
+    ctx.set_materialize_grads(True)
+
+
+def _differentiate(ctx, grad, _):
+    found = _operator_backward(grad.contiguous(), *ctx.saved_tensors)
+    return *found, *[None] * (7 - len(found))
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep)
+
+# %% ../../nbs/samsa/71_attention.ipynb #71attfn1
+def _selected_rows(k, v, own_k, own_v, noisy, number, in_order, diagnose):
+    "Rows and their numbers, see `_select`, in the form that the circumstances allow."
+    if number > noisy.shape[-1]:
+        _refuse(number, noisy.shape[-1])
+    if transformed(k, v, own_k, noisy):
+        index = noisy.topk(number, -1).indices
+        return _side_by_side(k, v, own_k, own_v, index), index
+    if torch.compiler.is_compiling():
+        return _operator(k, v, own_k, own_v, noisy, number, in_order)
+    return _Select.apply(k, v, own_k, own_v, noisy, number, in_order, diagnose)
+
+# %% ../../nbs/samsa/71_attention.ipynb #71attfn2
 def _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale=None, cap=False, diagnose=None):
     "Output, and the rows chosen (b, h, k): tokens, then supports."
     scores, noisy = _scored(scores, noise, mask, supports)
-    noisy, q, kernels = noisy.detach(), _clear(q, mask), None
-    if hard and samples <= noisy.shape[-1] and noisy.dtype == k.dtype and not _learn(k, v, scores, *supports or ()):
-        kernels = None if transformed(q, v, noisy) else c_kernels(_SOURCE, k)
-    if kernels is None:
-        rows, index = _searched(k, v, scores, noisy, supports, samples, tau, hard, cap, diagnose)
-    else:
-        rows, index = _best(kernels, k, v, noisy, supports, samples, diagnose)
+    noisy, q, compares = noisy.detach(), _clear(q, mask), _compares(scores, hard)
+    own = (None, None) if supports is None else [table.to(k.dtype) for table in supports[:2]]
+    rows, index = _selected_rows(k, v, *own, noisy, samples * (1 + compares), compares, diagnose)
+    if compares:
+        top = noisy.gather(-1, index)
+        scores = _capped(scores, top, samples, tau) if cap else scores
+        rows = _mixed(rows, scores, top, index, samples, tau, hard)
     out = few_keys_attention(q, rows, scale=scale, diagnose=diagnose)
-    return _clear(out, mask), index
+    return _clear(out, mask), index[..., :samples]
 
 # %% ../../nbs/samsa/71_attention.ipynb #d1c32331
 def _check_input(q, k, v, scores, samples, tau, mask, supports, scale, impl):
