@@ -289,3 +289,40 @@ def test_compiled_callers_keep_the_picks():
 def test_neighbours_whose_squares_float32_cannot_hold():
     x = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0)) * 1e30
     assert knn(x, 5).equal(knn(x, 5, impl="reference"))
+
+
+def by_program(cloud, m, mask, start):
+    """The program for GPUs, in Triton's interpreter where there is none (see conftest.py)."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    far = torch.full(mask.shape, torch.inf, dtype=cloud.dtype).masked_fill_(~mask, -1).to(device)
+    picks = start[:, None].repeat(1, m).to(device)
+    module._by_program(cloud.mT.contiguous().to(device), far, picks)
+    return picks.cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n, m, axes", [(1, 1, 3), (2, 2, 1), (9, 9, 2), (130, 20, 3), (8200, 4, 3)])
+def test_program_for_a_gpu_makes_the_picks_of_the_definition(n, m, axes, dtype):
+    for cloud in (draw(2, n, axes, dtype=dtype), draw(2, n, axes, dtype=dtype).round()):      # the second full of ties
+        mask = torch.rand(2, n, generator=torch.Generator().manual_seed(n)) < (0.7 if n > 9 else 2)
+        mask[:, 0] = True
+        for start in (torch.zeros(2, dtype=torch.long), mask.long().flip(1).argmax(1).sub(n - 1).neg()):
+            found = farthest_point_sampling(cloud, m, start=start, mask=mask, impl="reference")
+            assert by_program(cloud, m, mask, start).equal(found)
+
+
+@pytest.mark.parametrize("n, k, axes", [(1, 1, 3), (7, 7, 1), (60, 9, 3), (300, 40, 8)])
+def test_neighbours_in_blocks_are_those_of_the_definition(n, k, axes):
+    for cloud in (draw(2, n, axes), draw(2, n, axes).round()):
+        mask = torch.rand(2, n, generator=torch.Generator().manual_seed(n)) < (0.7 if n > 7 else 2)
+        points, real = module._cloud("points", cloud, mask)
+        expected = knn(cloud, k, mask=mask, queries=cloud[:, : n // 2 + 1], impl="reference")
+        assert module._nearest_in_blocks(points, cloud[:, : n // 2 + 1], real, k).equal(expected)
+
+
+def test_neighbours_compile_in_one_piece():
+    compiled = torch.compile(lambda x: knn(x, 4), backend="eager", fullgraph=True)
+    for n in (20, 13, 31):
+        cloud = draw(2, n, 3).round()
+        assert compiled(cloud).equal(knn(cloud, 4))
