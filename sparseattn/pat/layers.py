@@ -320,7 +320,8 @@ class GroupShuffleAttention(nn.Module):
         return (out, info) if return_info else out
 
 # %% ../../nbs/pat/60_layers.ipynb #a4ec2104
-def dilated_pool(points: int, neighbours: int = 32, *, dilation: float = 2.0, base: int = 1024) -> int:
+def dilated_pool(points: int, neighbours: int = 32, *, dilation: float = 2.0, base: int = 1024,
+                 repeat: bool = False) -> int:
     """How many nearest neighbours the ones looked at are taken from: max(K, floor(K d)), d = dilation * points / base.
 
     PAT, Sec 3.2, where it is floor(K d), below K for few points.
@@ -330,18 +331,19 @@ def dilated_pool(points: int, neighbours: int = 32, *, dilation: float = 2.0, ba
         neighbours: K.
         dilation: d at `base` points.
         base: reference size.
+        repeat: floor(K d) as printed, one at least: the K are then taken with repetition where it is below K.
 
     Raises:
         ValueError: a count below 1; a dilation that is negative or not finite.
 
     Example:
-        >>> dilated_pool(1024), dilated_pool(256)
-        (64, 32)
+        >>> dilated_pool(1024), dilated_pool(256), dilated_pool(256, repeat=True)
+        (64, 32, 16)
     """
     for name, value in (("points", points), ("neighbours", neighbours), ("base", base)):
         check_count(name, value)
     check_number("dilation", dilation, 0)
-    return max(neighbours, math.floor(neighbours * dilation * points / base))
+    return max(1 if repeat else neighbours, math.floor(neighbours * dilation * points / base))
 
 # %% ../../nbs/pat/60_layers.ipynb #3aa3e700
 def _others(near):
@@ -351,15 +353,17 @@ def _others(near):
     return near[~own].view(*near.shape[:2], -1)
 
 
-def _ranks(shape, pool, neighbours, draw, generator, device):
+def _ranks(shape, pool, neighbours, draw, repeat, generator, device):
     "Which of the pool, (*shape, neighbours): drawn, or at even distances."
+    if draw and repeat and pool < neighbours:
+        return torch.randint(pool, (*shape, neighbours), generator=generator, device=device)
     if not draw or pool <= neighbours:
         return (torch.arange(neighbours, device=device) * pool // neighbours).expand(*shape, -1)
     return torch.rand(*shape, pool, generator=generator, device=device).topk(neighbours, -1, sorted=False).indices
 
 # %% ../../nbs/pat/60_layers.ipynb #e3b0ca3b
 def dilated_neighbours(points: Float[Tensor, "b n d"], neighbours: int = 32, *, dilation: float = 2.0, base: int = 1024,
-                       mask: Bool[Tensor, "b n"] | None = None, draw: bool = False,
+                       mask: Bool[Tensor, "b n"] | None = None, draw: bool = False, repeat: bool = False,
                        generator: torch.Generator | None = None) -> Int[Tensor, "b n k"]:
     """Numbers of some of each point's nearest neighbours, out of a pool that grows with the cloud.
 
@@ -371,6 +375,7 @@ def dilated_neighbours(points: Float[Tensor, "b n d"], neighbours: int = 32, *, 
         dilation, base: of the pool.
         mask: True = a real point; others are nobody's neighbours.
         draw: K of the pool at random; otherwise every (pool / K)-th.
+        repeat: the pool as printed, with repetition where it has fewer than K points, see `dilated_pool`.
         generator: source of the draw.
 
     Returns:
@@ -391,11 +396,12 @@ def dilated_neighbours(points: Float[Tensor, "b n d"], neighbours: int = 32, *, 
     out = torch.arange(points.shape[1], device=points.device)[:, None].repeat(len(points), 1, int(neighbours))
     sizes = real.sum(1)
     for size in sizes.unique().tolist():
-        pool = min(dilated_pool(max(size, 1), neighbours, dilation=dilation, base=base), size - 1)
+        pool = min(dilated_pool(max(size, 1), neighbours, dilation=dilation, base=base, repeat=repeat), size - 1)
         clouds = (sizes == size).nonzero().squeeze(1)
         if pool > 0:
             near = _others(knn(points[clouds], pool + 1, mask=real[clouds]))
-            out[clouds] = near.gather(-1, _ranks(near.shape[:2], pool, neighbours, draw, generator, points.device))
+            ranks = _ranks(near.shape[:2], pool, neighbours, draw, repeat, generator, points.device)
+            out[clouds] = near.gather(-1, ranks)
     return out
 
 # %% ../../nbs/pat/60_layers.ipynb #de238f65
@@ -484,14 +490,14 @@ def _joined(points, features, mask, coords, channels):
 class PositionEmbedding(nn.Module):
     """Absolute and relative position embedding: a small network over each point's neighbours, then over the point.
 
-    PAT, Sec 3.2, Eq 5 and 6, with a pool of max(K, floor(K d)). The paper gives no widths; the default ones agree with
-    the sizes of its models, see the notebook.
+    PAT, Sec 3.2, Eq 5 and 6, with a pool of max(K, floor(K d)), or of floor(K d) as printed with `repeat`. The paper
+    gives no widths; the default ones agree with the sizes of its models, see the notebook.
 
     Args:
         dim: channels of the result.
         features: channels beside the coordinates.
         coords: number of coordinates.
-        neighbours, dilation, base: see `dilated_neighbours`.
+        neighbours, dilation, base, repeat: see `dilated_neighbours`.
         hidden: widths of the network over the neighbours.
         last: widths of the network after the maximum, before `dim`.
         groups, norm: of the norms.
@@ -502,11 +508,11 @@ class PositionEmbedding(nn.Module):
     """
 
     def __init__(self, dim: int, *, features: int = 0, coords: int = 3, neighbours: int = 32, dilation: float = 2.0,
-                 base: int = 1024, hidden: tuple[int, ...] = (128, 128, 128), last: tuple[int, ...] = (128,),
-                 groups: int = 8, norm: str = "cloud"):
+                 base: int = 1024, repeat: bool = False, hidden: tuple[int, ...] = (128, 128, 128),
+                 last: tuple[int, ...] = (128,), groups: int = 8, norm: str = "cloud"):
         super().__init__()
         self.coords, self.features = coords, features
-        self.pool = dict(neighbours=neighbours, dilation=dilation, base=base)
+        self.pool = dict(neighbours=neighbours, dilation=dilation, base=base, repeat=repeat)
         dilated_pool(1, **self.pool)
         self.relation = PointMLP([2 * (coords + features), *hidden], groups=groups, norm=norm)
         self.output = PointMLP([hidden[-1], *last, dim], groups=groups, norm=norm)

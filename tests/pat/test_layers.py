@@ -606,3 +606,20 @@ def test_on_a_gpu():
         out = GumbelSubsetSampling(32, 16, replace=replace).cuda().train(not hard)(x, mask)
         out.sum().backward()
         assert out.is_cuda and out.isfinite().all()
+
+
+@pytest.mark.parametrize("draw", [False, True])
+def test_printed_pool_with_repetition(draw):
+    """Below K points in the pool: all K come from the pool as printed; above it nothing changes."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 128, 3, generator=g)
+    near = dilated_neighbours(x, 32, repeat=True, draw=draw, generator=g)
+    pool = dilated_pool(128, 32, repeat=True)
+    inside = dilated_neighbours(x, pool, dilation=0.0)
+    assert pool == 8 and near.shape == (2, 128, 32)
+    assert (near[..., None] == inside[..., None, :]).any(-1).all()
+    assert draw or all(len(row.unique()) == pool for row in near.flatten(0, 1))
+    many = torch.randn(1, 700, 3, generator=g)
+    assert dilated_neighbours(many, repeat=True).equal(dilated_neighbours(many))
+    alone = dilated_neighbours(x[:, :1], 4, repeat=True, draw=draw, generator=g)
+    assert alone.eq(0).all()

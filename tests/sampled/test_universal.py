@@ -11,10 +11,10 @@ import torch
 from sparseattn.sampled import universal as module
 from sparseattn.sampled.attention import cycle_attention
 from sparseattn.sampled.universal import (
+    READINGS,
     AttentionLayer,
     FeedForwardLayer,
     Piece,
-    READINGS,
     ReluSum,
     all_max_shift,
     build_approximator,
