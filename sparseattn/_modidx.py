@@ -1509,6 +1509,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sparseattn.data.toys._on_cpu': ('data/toys.html#_on_cpu', 'sparseattn/data/toys.py'),
                                       'sparseattn.data.toys._positive': ('data/toys.html#_positive', 'sparseattn/data/toys.py'),
                                       'sparseattn.data.toys._sizes': ('data/toys.html#_sizes', 'sparseattn/data/toys.py'),
+                                      'sparseattn.data.toys.associations': ('data/toys.html#associations', 'sparseattn/data/toys.py'),
                                       'sparseattn.data.toys.is_repeated': ('data/toys.html#is_repeated', 'sparseattn/data/toys.py'),
                                       'sparseattn.data.toys.mixture_log_density': ( 'data/toys.html#mixture_log_density',
                                                                                     'sparseattn/data/toys.py'),

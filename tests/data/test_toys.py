@@ -19,6 +19,39 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+# facts to look up
+
+
+@pytest.mark.parametrize("sizes", [(256, 8, 64, 128, 16), (16, 4, 4, 8, 4), (2, 1, 1, 1, 1), (64, 32, 32, 32, 3)])
+def test_associations_by_definition(sizes):
+    length, facts, queries, keys, values = sizes
+    batch = T.associations(20, length, facts, queries, keys=keys, values=values, generator=seeded(2))
+    assert batch["tokens"].shape == (20, length, 2) and batch["labels"].shape == (20, length) and batch["mask"].all()
+    assert {x.dtype for name, x in batch.items() if name != "mask"} == {torch.int64}
+    assert batch["tokens"][..., 0].max() <= keys and batch["tokens"][..., 1].max() <= values and batch["tokens"].min() >= 0
+    for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
+        known = {key: value for key, value in tokens if key and value}
+        kinds = [(key > 0, value > 0) for key, value in tokens]
+        assert len(known) == kinds.count((True, True)) == facts and kinds.count((True, False)) == queries
+        assert kinds.count((False, False)) == 0
+        assert labels == [known[key] - 1 if key and not value else -1 for key, value in tokens]
+
+
+def test_law_of_associations():
+    tokens, labels = (T.associations(2000, 32, 4, 8, keys=12, values=5, generator=seeded(3))[x] for x in ("tokens", "labels"))
+    facts, queries = (tokens > 0).all(-1), labels >= 0
+    uniform = [torch.bincount(tokens[facts][:, 0])[1:], torch.bincount(tokens[facts][:, 1])[1:], facts.sum(0), queries.sum(0)]
+    for counts in uniform:
+        assert stats.chisquare(counts.double().numpy()).pvalue > ALARM
+
+
+@pytest.mark.parametrize("sizes, word", [(dict(facts=9, keys=8), "facts"), (dict(facts=200, keys=300), "facts"),
+                                         (dict(queries=0), "queries"), (dict(values=True), "values"), (dict(length=-1), "length")])
+def test_associations_refuse(sizes, word):
+    with pytest.raises(ValueError, match=word):
+        T.associations(2, **sizes)
+
+
 # repeated tokens
 
 
