@@ -23,7 +23,7 @@ def test_every_attention_has_a_row():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_rows_answer_and_do_not_depend_on_the_order_of_batches(name, data, built):
+def test_rows_answer(name, data, built):
     net, tokens = built(f"recall: {name}"), data["recall"]["test"][0]
     out = net(tokens)
     assert out.shape == (*tokens.shape[:2], SETTING["values"]) and out.isfinite().all() and net.task == "recall"
@@ -49,8 +49,8 @@ def test_what_learns_by_the_scores(data, built):
     for net in (fixed, detached):
         layer = sampling_layers(net)[0]
         assert layer.support_scores.grad is None and all(p.grad is None for p in layer.importance.parameters())
-    assert torch.equal(fixed.answer.weight.grad, detached.answer.weight.grad)
-    assert not torch.equal(fixed.keys.weight.grad, detached.keys.weight.grad)
+    torch.testing.assert_close(fixed.answer.weight.grad, detached.answer.weight.grad, rtol=1e-4, atol=1e-3)
+    assert (fixed.keys.weight.grad - detached.keys.weight.grad).abs().max() > 1e-4 * fixed.keys.weight.grad.abs().max()
 
 
 def test_modes(data, built):
