@@ -26,9 +26,10 @@ def seeded(seed=0):
 def test_associations_by_definition(sizes):
     length, facts, queries, keys, values = sizes
     batch = T.associations(20, length, facts, queries, keys=keys, values=values, generator=seeded(2))
-    assert batch["tokens"].shape == (20, length, 2) and batch["labels"].shape == (20, length) and batch["mask"].all()
+    key, value = batch["tokens"].unbind(-1)
+    assert key.shape == batch["labels"].shape == (20, length) and batch["mask"].all()
     assert {x.dtype for name, x in batch.items() if name != "mask"} == {torch.int64}
-    assert batch["tokens"][..., 0].max() <= keys and batch["tokens"][..., 1].max() <= values and batch["tokens"].min() >= 0
+    assert 0 <= key.min() <= key.max() <= keys and 0 <= value.min() <= value.max() <= values
     for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
         known = {key: value for key, value in tokens if key and value}
         kinds = [(key > 0, value > 0) for key, value in tokens]
@@ -38,15 +39,16 @@ def test_associations_by_definition(sizes):
 
 
 def test_law_of_associations():
-    tokens, labels = (T.associations(2000, 32, 4, 8, keys=12, values=5, generator=seeded(3))[x] for x in ("tokens", "labels"))
-    facts, queries = (tokens > 0).all(-1), labels >= 0
-    uniform = [torch.bincount(tokens[facts][:, 0])[1:], torch.bincount(tokens[facts][:, 1])[1:], facts.sum(0), queries.sum(0)]
-    for counts in uniform:
+    batch = T.associations(2000, 32, 4, 8, keys=12, values=5, generator=seeded(3))
+    facts, queries = (batch["tokens"] > 0).all(-1), batch["labels"] >= 0
+    keys, values = batch["tokens"][facts].T
+    for counts in (torch.bincount(keys)[1:], torch.bincount(values)[1:], facts.sum(0), queries.sum(0)):
         assert stats.chisquare(counts.double().numpy()).pvalue > ALARM
 
 
-@pytest.mark.parametrize("sizes, word", [(dict(facts=9, keys=8), "facts"), (dict(facts=200, keys=300), "facts"),
-                                         (dict(queries=0), "queries"), (dict(values=True), "values"), (dict(length=-1), "length")])
+@pytest.mark.parametrize("sizes, word", [
+    (dict(facts=9, keys=8), "facts"), (dict(facts=200, keys=300), "facts"), (dict(queries=0), "queries"),
+    (dict(values=True), "values"), (dict(length=-1), "length")])
 def test_associations_refuse(sizes, word):
     with pytest.raises(ValueError, match=word):
         T.associations(2, **sizes)

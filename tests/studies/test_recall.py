@@ -30,7 +30,7 @@ def test_rows_answer(name, data, built):
 
 
 def test_multipliers_start_as_rows_say_and_move_as_fast(data, built):
-    starts = {"hard 8": 1.0, "hard 8, from 0": 0.0, "hard 8, from 0.1": 0.1, "hard 8, from 0, own rate": 0.0, "full": 1.0}
+    starts = {"hard 8": 1, "hard 8, from 0": 0, "hard 8, from 0.1": 0.1, "hard 8, from 0, own rate": 0, "full": 1}
     for name, start in starts.items():
         assert built(f"needle: {name}").encoder.alpha.item() == pytest.approx(start)
     moved = []
@@ -44,7 +44,8 @@ def test_multipliers_start_as_rows_say_and_move_as_fast(data, built):
 def test_what_learns_by_the_scores(data, built):
     """The scorer in one row, the tokens alone in the second, nothing in the third."""
     tokens = data["needle"]["train"][0]
-    learned, fixed, detached = (backward(built(f"needle: hard 8{more}"), tokens) for more in ("", ", fixed scores", ", no gradient"))
+    rows = ("hard 8", "hard 8, fixed scores", "hard 8, no gradient")
+    learned, fixed, detached = (backward(built(f"needle: {row}"), tokens) for row in rows)
     assert sampling_layers(learned)[0].importance.score.weight.grad.abs().max() > 0
     for net in (fixed, detached):
         layer = sampling_layers(net)[0]
@@ -57,7 +58,8 @@ def test_modes(data, built):
     assert inference_modes(built("needle: soft 8")) == ["mixed", "top-k", "noise"]
     assert inference_modes(built("needle: hard 8, no gradient")) == ["top-k", "noise"]
     found = STUDY.test(built("needle: soft 8"), SETTING, data)
-    assert list(found) == ["test", "top-k", "noise"] and {y.shape for y in found.values()} == {(SETTING["sequences tested"],)}
+    assert list(found) == ["test", "top-k", "noise"]
+    assert {y.shape for y in found.values()} == {(SETTING["sequences tested"],)}
     assert all((0 <= y).all() and (y <= 1).all() for y in found.values())
 
 
