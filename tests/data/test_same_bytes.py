@@ -126,6 +126,7 @@ def encoded(kind):
 SMALL = {
     "exact: functions": functions,
     "toys: tokens": lambda: toys.repeated_tokens(8, 64, generator=dice()),
+    "toys: associations": lambda: toys.associations(8, 64, queries=16, generator=dice()),
     "toys: mixtures": lambda: toys.mixtures(8, sizes=(50, 90), per_set=True, generator=dice()),
     "shapes: fixture": fixture,
     "shapes: first points": lambda: shapes.first_points(fixture(), 100),

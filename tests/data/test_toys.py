@@ -19,6 +19,41 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+# facts to look up
+
+
+@pytest.mark.parametrize("sizes", [(256, 8, 64, 128, 16), (16, 4, 4, 8, 4), (2, 1, 1, 1, 1), (64, 32, 32, 32, 3)])
+def test_associations_by_definition(sizes):
+    length, facts, queries, keys, values = sizes
+    batch = T.associations(20, length, facts, queries, keys=keys, values=values, generator=seeded(2))
+    key, value = batch["tokens"].unbind(-1)
+    assert key.shape == batch["labels"].shape == (20, length) and batch["mask"].all()
+    assert {x.dtype for name, x in batch.items() if name != "mask"} == {torch.int64}
+    assert 0 <= key.min() <= key.max() <= keys and 0 <= value.min() <= value.max() <= values
+    for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
+        known = {key: value for key, value in tokens if key and value}
+        kinds = [(key > 0, value > 0) for key, value in tokens]
+        assert len(known) == kinds.count((True, True)) == facts and kinds.count((True, False)) == queries
+        assert kinds.count((False, False)) == 0
+        assert labels == [known[key] - 1 if key and not value else -1 for key, value in tokens]
+
+
+def test_law_of_associations():
+    batch = T.associations(2000, 32, 4, 8, keys=12, values=5, generator=seeded(3))
+    facts, queries = (batch["tokens"] > 0).all(-1), batch["labels"] >= 0
+    keys, values = batch["tokens"][facts].T
+    for counts in (torch.bincount(keys)[1:], torch.bincount(values)[1:], facts.sum(0), queries.sum(0)):
+        assert stats.chisquare(counts.double().numpy()).pvalue > ALARM
+
+
+@pytest.mark.parametrize("sizes, word", [
+    (dict(facts=9, keys=8), "facts"), (dict(facts=200, keys=300), "facts"), (dict(queries=0), "queries"),
+    (dict(values=True), "values"), (dict(length=-1), "length")])
+def test_associations_refuse(sizes, word):
+    with pytest.raises(ValueError, match=word):
+        T.associations(2, **sizes)
+
+
 # repeated tokens
 
 
