@@ -458,6 +458,7 @@ _NOT_PROMISED = {
     "linformer": {"equivariance": _PLACES},
     "none": {"heard": _ALONE, "gradients": _ALONE},
     "nystrom": {"equivariance": _PLACES},
+    "point_transformer": {"heard": "a point need not be among the nearest of any other"},
     "reformer": {"equivariance": _PLACES},
     "sampled": {"equivariance": _DRAWS},
     "samsa": {"equivariance": _DRAWS},
@@ -466,13 +467,21 @@ _NOT_PROMISED = {
     "window": {"equivariance": _PLACES},
 }
 _OPTIONS = {
+    "flatformer": {"slices": 4, "size": 8},
+    "flatformer_k": {"coord_dims": 3, "slices": 4, "size": 8},
+    "flt": {"coord_dims": 3, "features": 16},
     "hept": {"coord_dims": 3, "block_size": 8},
     "knn": {"k": 4},
     "linformer": {"max_length": 257, "rank": 8},
     "nystrom": {"landmarks": 4},
+    "performer_k": {"coord_dims": 3, "features": 16},
+    "point_transformer": {"coord_dims": 3, "k": 4},
     "reformer": {"chunk": 4},
     "samsa": {"samples": 5},
     "sbm": {"clusters": 4},
+    "scatterbrain": {"features": 16, "size": 8},
+    "smyrf": {"size": 8},
+    "smyrf_k": {"coord_dims": 3, "size": 8},
     "window": {"width": 4},
 }
 _ESTIMATES = "samsa", "sbm"

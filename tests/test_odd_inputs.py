@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import sparseattn
 from sparseattn.baselines import graphs as nets
-from sparseattn.baselines import sets, transformers
+from sparseattn.baselines import clouds, sets, transformers
 from sparseattn.core import attention as core
 from sparseattn.core import patterns, points, relaxation
 from sparseattn.core.transformer import head_channels, make_attention
@@ -58,7 +58,7 @@ X, COORDS, ORDER, SCORES = numbers(B, N, 8), numbers(B, N, 3).sigmoid(), numbers
 Y, Z, RATES = *(numbers(B, H, N, 3, seed=s).sigmoid() / 3 for s in (3, 4)), numbers(H, 3, 3).sigmoid() / 3
 EDGES = torch.stack([torch.arange(B * H * N) // N, torch.arange(B * H * N) % N, torch.arange(B * H * N) * 2 % N])
 PATTERN, TABLES = numbers(B, H, N, N) > 0, numbers(2, B, H, N).argsort(-1)
-NEAR = TABLES[0, :, 0, :, None] % 6
+NEAR, CUTS = TABLES[0, :, 0, :, None] % 6, TABLES.movedim(0, 2)
 CLOUD, QKV, HIDE = dict(x=X, coords=COORDS, mask=MASK), dict(q=Q, k=K, v=V), dict(mask=MASK)
 NEEDS = {"hept": dict(coord_dims=3, tables=2, block_size=4, regions=2.0, hash_by="coords"),
          "linformer": dict(max_length=N, rank=4), "sbm": dict(clusters=3, window=64, exploration=0.1, rates="rows"),
@@ -66,7 +66,11 @@ NEEDS = {"hept": dict(coord_dims=3, tables=2, block_size=4, regions=2.0, hash_by
          "samsa": dict(samples=3, tau=0.5, inference="top-k"), "performer": dict(features=8), "knn": dict(k=3),
          "reformer": dict(chunk=4, rounds=2), "nystrom": dict(landmarks=3, steps=6, conv=3), "window": dict(width=2),
          "inducing": dict(points=3), "stratified": dict(window=0.4, every=3),
-         "dense": dict(kernel="gaussian", coord_dims=3)}
+         "dense": dict(kernel="gaussian", coord_dims=3), "smyrf": dict(size=4, tables=2),
+         "smyrf_k": dict(coord_dims=3, size=4), "scatterbrain": dict(size=4, features=8),
+         "flt": dict(coord_dims=3, offsets=3, features=8), "performer_k": dict(coord_dims=3, features=8),
+         "flatformer": dict(slices=3, size=4), "flatformer_k": dict(coord_dims=3, slices=3, size=4),
+         "point_transformer": dict(coord_dims=3, k=3)}
 
 
 def made(make, *call, **options):
@@ -143,6 +147,11 @@ def functions():
         (transformers.reformer_attention, dict(qk=Q, v=V, rotations=numbers(H, 2, D, 2), chunk=4, buckets=4, **HIDE)),
         (transformers.sliding_window_attention, dict(QKV, width=2, mask=MASK)),
         (transformers.orthogonal_features, dict(count=6, dim=D, heads=H, **DRAW)),
+        (clouds.clustered_attention, dict(QKV, order_q=CUTS, order_k=CUTS.flip(3), size=4, scale=0.5, mask=MASK)),
+        (clouds.scatterbrain_attention, dict(QKV, order_q=CUTS, order_k=CUTS.flip(3), size=4, features=numbers(H, 6, D),
+                                             mask=MASK)),
+        (clouds.gaussian_performer, dict(QKV, features=numbers(H, 6, D), mask=MASK)),
+        (clouds.window_order, dict(coords=COORDS, slices=3, second=True, shift=True, cells=30, mask=MASK)),
         (sets.cross_attention, dict(QKV, **HIDE)),
         (sets.neighbour_attention, dict(QKV, index=NEAR, mask=MASK, impl="fast")), (sets.stratified_pattern, where),
         (sets.stratified_edges, where), (sets.window_cells, dict(coords=COORDS, size=0.4, mask=MASK)),

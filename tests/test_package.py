@@ -62,6 +62,7 @@ def test_public_names():
 # what a mechanism must be told; a window over all points makes random patterns full ones
 NEEDS = {"hept": dict(coord_dims=3), "linformer": dict(max_length=21), "sbm": dict(window=64)}
 NEEDS["sampled"] = NEEDS["sbm"]
+NEEDS |= dict.fromkeys(("flatformer_k", "flt", "performer_k", "point_transformer", "smyrf_k"), dict(coord_dims=3))
 
 
 @pytest.mark.parametrize("name", sparseattn.attentions())

@@ -11,6 +11,7 @@ from sparseattn.core.transformer import make_attention
 from sparseattn.testing import check_attention
 
 NEEDS = {"hept": dict(coord_dims=3, block_size=8), "linformer": dict(max_length=24), "samsa": dict(samples=8)}
+NEEDS |= dict.fromkeys(("flatformer_k", "flt", "performer_k", "point_transformer", "smyrf_k"), dict(coord_dims=3))
 
 
 def layer_and_cloud(name, n=20, **options):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['cross_attention', 'MAB', 'SAB', 'ISAB', 'PMA', 'SetTransformer', 'InducingAttention', 'neighbour_attention',
-           'KNNAttention', 'window_cells', 'thinned', 'stratified_pattern', 'stratified_edges', 'StratifiedAttention',
-           'NoAttention', 'mixture_parameters', 'mixture_update']
+           'KNNAttention', 'nearest', 'window_cells', 'thinned', 'stratified_pattern', 'stratified_edges',
+           'StratifiedAttention', 'NoAttention', 'mixture_parameters', 'mixture_update']
 
 # %% ../../nbs/baselines/27_sets.ipynb #58517f33
 import math
@@ -412,18 +412,34 @@ class KNNAttention(_Near):
 
     def edges(self, coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "3 e"]:
         """Edges (cloud, query, key) to the nearest real points."""
-        return _listed(_nearest(coords, min(self.k, coords.shape[1]), mask), mask)
+        return _listed(nearest(coords, self.k, mask)[0], mask)
 
 
-def _nearest(coords, k, mask):
-    "The k nearest real points; all of them, and masked ones to make up for k, in clouds that have fewer."
+def nearest(coords: Float[Tensor, "b n c"], k: int, mask: Bool[Tensor, "b n"] | None = None):
+    """The k nearest real points of every point, itself among them, nearest first; all of them in smaller clouds.
+
+    Args:
+        coords: coordinates, finite.
+        k: neighbours.
+        mask: True = a real point; rows of the others mean nothing.
+
+    Returns:
+        (numbers (b, n, at most k), which of them are there); in a cloud of fewer than k, masked points make up the number.
+
+    Example:
+        >>> index, there = nearest(torch.tensor([[[0.0], [2.0], [3.0]]]), 2)
+        >>> index.tolist(), bool(there.all())
+        ([[[0, 1], [1, 2], [2, 1]]], True)
+    """
+    k = min(k, coords.shape[1])
     if mask is None:
-        return knn(coords, k)
+        index = knn(coords, k)
+        return index, torch.ones_like(index, dtype=torch.bool)
     everyone = mask.byte().sort(dim=1, descending=True, stable=True).indices[:, None, :k]
     index, enough = everyone.repeat(1, coords.shape[1], 1), mask.sum(1) >= k
     if enough.any():
         index[enough] = knn(coords[enough], k, mask=mask[enough])
-    return index
+    return index, mask.gather(1, index.flatten(1)).view_as(index)
 
 # %% ../../nbs/baselines/27_sets.ipynb #f34ced00
 def window_cells(coords: Float[Tensor, "b n k"], size: float, *, shift: bool = False,

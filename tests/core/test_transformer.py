@@ -24,6 +24,7 @@ KINDS = {
 }
 # what an encoder of a mechanism needs to be told; the others need nothing
 NEEDS = {"hept": dict(coord_dims=2), "linformer": dict(max_length=7)}
+NEEDS |= dict.fromkeys(("flatformer_k", "flt", "performer_k", "point_transformer", "smyrf_k"), dict(coord_dims=2))
 each_kind = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 
 

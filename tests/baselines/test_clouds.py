@@ -1,0 +1,244 @@
+"""The attentions of HEPT's Table 1: each equals its quadratic form or equation, and meets its limits."""
+
+import math
+
+import pytest
+import torch
+
+from sparseattn.baselines.clouds import (
+    FLTAttention,
+    cluster_counts,
+    clustered_attention,
+    gaussian_as_softmax,
+    gaussian_performer,
+    lifted,
+    offset_features,
+    projected_order,
+    scatterbrain_attention,
+    window_order,
+)
+from sparseattn.baselines.transformers import orthogonal_features
+from sparseattn.core.attention import dense_attention
+from sparseattn.core.kernels import append_coordinates
+from sparseattn.core.transformer import make_attention
+
+SMALL = {
+    "smyrf": dict(size=5),
+    "smyrf_k": dict(size=5, coord_dims=2),
+    "scatterbrain": dict(size=5, features=8),
+    "flatformer": dict(size=5, slices=3),
+    "flatformer_k": dict(size=5, slices=3, coord_dims=2),
+    "flt": dict(coord_dims=2, features=8, offsets=3),
+    "performer_k": dict(coord_dims=2, features=8),
+    "point_transformer": dict(coord_dims=2, k=4),
+}
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def qkv(n=22, d=6):
+    return [numbers(2, 3, n, d, seed=seed) for seed in range(3)]
+
+
+def orders(n=22, tables=3):
+    return [numbers(2, 3, tables, n, seed=seed).argsort(-1) for seed in (7, 8)]
+
+
+def gap(n=22):
+    mask = torch.ones(2, n, dtype=torch.bool)
+    mask[1, 3:9] = False
+    return mask
+
+
+def with_gradients(function, tensors):
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    return out, *torch.autograd.grad(out.sin().sum(), leaves)
+
+
+@pytest.mark.parametrize("mask", [None, gap()], ids=["all", "masked"])
+@pytest.mark.parametrize("tables, size", [(1, 4), (1, 22), (2, 5), (3, 7), (2, 40), (3, 1)])
+def test_clusters_are_their_quadratic_forms(tables, size, mask):
+    both, features = orders(tables=tables), numbers(3, 9, 6, seed=3)
+    for function in (
+        lambda *x, impl: clustered_attention(*x, *both, size=size, mask=mask, impl=impl),
+        lambda *x, impl: scatterbrain_attention(*x, *both, features=features, size=size, mask=mask, impl=impl),
+    ):
+        fast, slow = (with_gradients(lambda *x, i=i, f=function: f(*x, impl=i), qkv()) for i in ("fast", "reference"))
+        torch.testing.assert_close(fast, slow, rtol=1e-8, atol=1e-9)
+
+
+def test_one_cluster_is_softmax_attention():
+    for function in (clustered_attention, lambda *x, **o: scatterbrain_attention(*x, features=numbers(1, 4, 6), **o)):
+        out = function(*qkv(), *orders(), size=22, mask=gap())
+        expected = dense_attention(*qkv(), mask=gap()).masked_fill(~gap()[:, None, :, None], 0)
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_counts_by_hand():
+    order_q, order_k = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]]), torch.tensor([[3, 2, 1, 0], [3, 2, 1, 0]])
+    found = cluster_counts(order_q[None, None], order_k[None, None], 2)[0, 0]
+    assert found.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
+    alone = torch.tensor([[True, True, True, False]])
+    found = cluster_counts(order_q[None, None, :1], order_k[None, None, :1], 2, alone)[0, 0]
+    assert found.tolist() == [[0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+def test_large_scores_stay_finite_in_float32(scale):
+    q, k, v = (x.float() for x in qkv())
+    features = orthogonal_features(8, 6)
+    for out in (
+        clustered_attention(scale * q, scale * k, v, *orders(), size=5),
+        scatterbrain_attention(scale * q, scale * k, v, *orders(), features=features, size=5),
+        gaussian_performer(scale * q, scale * k, v, features=features),
+    ):
+        assert out.isfinite().all()
+
+
+def test_lift_turns_inner_products_into_distances():
+    q, k, _ = qkv()
+    a, b = lifted(q, 3 * k)
+    far = torch.cdist(a, b).square()
+    for row in (far + 2 * q @ (3 * k).mT).flatten(2).unbind(1):
+        torch.testing.assert_close(row, row[:, :1].expand_as(row))
+
+
+def test_projections_sort():
+    x, a = numbers(2, 3, 22, 6), numbers(3, 4, 6, seed=1)
+    order = projected_order(x, a)
+    along = torch.einsum("hte,bhne->bhtn", a, x).gather(-1, order)
+    assert (along.diff(dim=-1) >= 0).all()
+
+
+def test_kernel_is_a_softmax():
+    q, k, v = qkv()
+    expected = dense_attention(q, k, v, kernel="gaussian")
+    torch.testing.assert_close(dense_attention(*gaussian_as_softmax(q, k), v, scale=1.0), expected)
+
+
+def test_offset_features_have_the_law_they_should():
+    place = torch.tensor([[[0.0, 0.0], [0.3, 0.1], [0.0, 1.0]]], dtype=torch.float64)
+    omega, alpha = torch.tensor([[2.0, 0.5]], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)
+    psi = offset_features(place, numbers(1, 400_000, 2), omega, alpha)[0, 0]
+    law = 3 * (-(place[0] - place[0, 1]).square() @ omega[0]).exp()
+    torch.testing.assert_close(psi @ psi[1], law, rtol=0, atol=0.03)
+    torch.testing.assert_close(psi.square().sum(-1), torch.full((3,), 3.0, dtype=torch.float64))
+
+
+def test_random_features_approach_the_kernel():
+    q, k, v = (0.3 * x for x in qkv())
+    out = gaussian_performer(q, k, v, features=orthogonal_features(30_000, 6), mask=gap())
+    expected = dense_attention(q, k, v, kernel="gaussian", mask=gap()).masked_fill(~gap()[:, None, :, None], 0)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0.02)
+
+
+def test_flt_approaches_softmax_with_an_offset():
+    torch.manual_seed(0)
+    layer, rho = FLTAttention(6, 1, coord_dims=2, offsets=200, features=30_000).double(), numbers(1, 22, 2)
+    q, k, v = (0.3 * x[:1, :1] for x in qkv())
+    offset = (-(2.3 * torch.ones(1)).exp() * (rho[:, None, :, None] - rho[:, None, None]).square().sum(-1)).exp()
+    expected = (q @ k.mT * 6**-0.5 + offset).softmax(-1) @ v
+    torch.testing.assert_close(layer._attend(q, k, v, rho, None), expected, rtol=0, atol=0.03)
+
+
+def test_windows_by_hand():
+    """Two windows each way: first row left to right, second row back; cells inside likewise."""
+    place = torch.tensor([[[0.0, 0.0], [1.0, 0.1], [0.9, 0.9], [0.1, 1.0], [0.2, 0.0]]])
+    assert window_order(place, 2, cells=10).tolist() == [[0, 4, 1, 2, 3]]
+    assert window_order(place, 2, cells=10, second=True).tolist() == [[0, 4, 3, 2, 1]]
+    assert window_order(place, 1, cells=1).tolist() == [[0, 3, 4, 2, 1]]  # one cell: by the coordinates
+
+
+def test_windows_keep_their_points_together():
+    place = torch.rand(1, 300, 2, generator=torch.Generator().manual_seed(0))
+    low, high = place.amin(1), place.amax(1)
+    window = ((place - low) / (high - low) * 100).floor().clamp(max=99).div(25).floor()
+    window = window[0, window_order(place, 4, cells=100)[0]]
+    assert (window.diff(dim=0).abs().sum(1) > 0).sum() == 15  # sixteen windows, each left once
+    assert window.diff(dim=0).abs().sum(1).max() == 1  # for the next one
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_order_of_the_list_and_padding_mean_nothing(name):
+    torch.manual_seed(0)
+    layer, x, rho = make_attention(name, 8, 4, **SMALL[name]).double(), numbers(2, 22, 8), numbers(2, 22, 2, seed=5)
+    out, order = layer(x, rho, gap()), torch.randperm(22)
+    torch.testing.assert_close(layer(x[:, order], rho[:, order], gap()[:, order]), out[:, order])
+    assert torch.equal(layer(*(part.masked_fill(~gap()[..., None], math.nan) for part in (x, rho)), gap()), out)
+    torch.testing.assert_close(layer(x[1:, gap()[1]], rho[1:, gap()[1]]), out[1:, gap()[1]])
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "point_transformer"])
+def test_places_alone_may_move_together(name):
+    """A cloud that moves attends as before."""
+    torch.manual_seed(0)
+    layer, x, rho = make_attention(name, 8, 4, **SMALL[name]).double(), numbers(2, 22, 8), numbers(2, 22, 2, seed=5)
+    torch.testing.assert_close(layer(x, rho + 5), layer(x, rho), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["smyrf", "smyrf_k", "scatterbrain", "flatformer", "flatformer_k"])
+def test_impl_of_a_layer_is_the_same_function(name):
+    outs = []
+    for impl in ("fast", "reference"):
+        torch.manual_seed(0)
+        layer = make_attention(name, 8, 4, impl=impl, **SMALL[name]).double()
+        outs.append(layer(numbers(2, 22, 8), numbers(2, 22, 2, seed=5), gap()))
+    torch.testing.assert_close(*outs, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_kernel_of_a_layer_is_hepts(tied):
+    """One group of all points: the paper's kernel on all pairs."""
+    torch.manual_seed(0)
+    layer = make_attention("flatformer_k", 8, 2, coord_dims=2, size=22).double()
+    x, rho = numbers(1, 22, 8), numbers(1, 22, 2, seed=5)
+    if tied:
+        layer.key.load_state_dict(layer.query.state_dict())
+    q, k, v = (f(x).view(1, 22, 2, 4).transpose(1, 2) for f in (layer.query, layer.key, layer.value))
+    q, k = (append_coordinates(part, rho, layer.log_omega.exp()) for part in (q, k))
+    expected = layer.out(dense_attention(q, k, v, kernel="gaussian").transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, rho), expected)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_info_counts_the_weights(name):
+    x, rho = numbers(2, 22, 8).float(), numbers(2, 22, 2, seed=5).float()
+    info = make_attention(name, 8, 4, **SMALL[name])(x, rho, gap(), return_info=True)[1]
+    pairs = {"flatformer": 4 * (104 + 76), "point_transformer": 4 * (22 + 16), "flt": 0, "performer_k": 0}
+    expected = pairs.get(name.removesuffix("_k") if name == "flatformer_k" else name)
+    tables = {"smyrf": 3, "smyrf_k": 3, "scatterbrain": 2}.get(name, 0)
+    assert info.nnz == (tables * pairs["flatformer"] if expected is None else expected)
+    assert info.flops > 0 or name == "none"
+
+
+@pytest.mark.parametrize("name", ["point_transformer"])
+def test_point_transformer_is_pygs(name):
+    nn = pytest.importorskip("torch_geometric.nn")
+    torch.manual_seed(0)
+    layer, x, rho = make_attention(name, 8, 2, coord_dims=2, k=5).double(), numbers(1, 22, 8), numbers(1, 22, 2, seed=5)
+    theirs = nn.PointTransformerConv(8, 8, pos_nn=layer.place, attn_nn=layer.score).double()
+    for ours, name_ in ((layer.query, "lin_dst"), (layer.key, "lin_src"), (layer.value, "lin")):
+        getattr(theirs, name_).weight.data.copy_(ours.weight)
+    near = torch.cdist(rho[0], rho[0]).argsort(1)[:, 1:5]
+    edges = torch.stack([near.flatten(), torch.arange(22).repeat_interleave(4)])
+    torch.testing.assert_close(layer(x, rho)[0], layer.out(theirs(x[0], rho[0], edges)))
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda q, k, v, a, b: clustered_attention(q, k, v, a.double(), b, size=4), "order_q must be an int64 tensor"),
+    (lambda q, k, v, a, b: clustered_attention(q, k, v, a, b[..., :-1], size=4), "order_k must have shape"),
+    (lambda q, k, v, a, b: clustered_attention(q, k, v, a * 0, b, size=4), "order_q must hold every point once"),
+    (lambda q, k, v, a, b: clustered_attention(q, k, v, a, b[:, :, :1], size=4), "order_q and order_k must have one"),
+    (lambda q, k, v, a, b: clustered_attention(q, k, v, a, b, size=0), "size must be an integer >= 1"),
+    (lambda q, k, v, a, b: scatterbrain_attention(q, k, v, a, b, size=4, features=v[0]), "features must have shape"),
+    (lambda q, k, v, a, b: make_attention("flatformer", 8, 2)(q[:, 0, :, :1].expand(-1, -1, 8)), "coords are needed"),
+    (lambda q, k, v, a, b: make_attention("smyrf", 8, 2, kernel="gauss"), "kernel must be one of"),
+    (lambda q, k, v, a, b: make_attention("smyrf", 8, 2, kernel="hept"), "coord_dims must be an integer >= 1"),
+    (lambda q, k, v, a, b: window_order(q[:, 0], 5, cells=4), "cells must be an integer >= 5"),
+])
+def test_refuses(change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        change(*(x.float() for x in qkv()[:2]), qkv(d=5)[2].float(), *orders())
