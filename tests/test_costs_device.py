@@ -37,7 +37,7 @@ COSTS = {
     "sampled/54_shapes": ("studies.sampled_shapes", "bb2f8bf2 47200fc8 054f3e08 54budg01 77e01783 998ffa7b", {}),
     "sampled/56_sets": ("studies.sets", "f5a66417 3faa5422", {}),
     "sampled/57_autoencoder": ("sampled.autoencoder", "5efe457e 98a091e8", {}),
-    "pat/60_layers": ("pat.layers", "5625ed8a 8e1e4f71 4402d203", {"g": None}),
+    "pat/60_layers": ("pat.layers", "5625ed8a 8e1e4f71 60real02 60real03 4402d203", {}),
     "pat/62_shapes": ("studies.pat_shapes", "aae908e5 b032c29a cdade614 0a654c3d d62bee7c", {"megabytes": id}),
     "pat/64_gestures": ("studies.gestures", "f8637258 799dac4b 4d9514ca 6409001e 89702f53 5111679a c4fccccc", {}),
     "samsa/70_sampling": ("samsa.sampling", "e35c0681 317b7f20 593ea976", {}),
@@ -87,6 +87,7 @@ def test_costs_are_those_of_the_device(notebook, monkeypatch):
     module, ids, names = COSTS[notebook]
     tables = []
     run = SimpleNamespace(scale="smoke", device=torch.device("cuda"), pick=partial(lab_run.pick, "smoke"), seed=0)
+    run.folder, run.data = None, print
     run.table = lambda frame, name, **_: tables.append(frame) or frame
     monkeypatch.setattr(lab_run, "start", lambda *args, **options: run)
     for name, replaced in (("compare", compared), ("peak_memory", weighed), ("machine_ceilings", limits)):

@@ -737,26 +737,38 @@ def _batched(x, weight):
     weights = (own @ own.mT * own.shape[-1] ** -0.5).softmax(-1)
     return channel_shuffle((weights @ F.elu(own)).transpose(1, 2).flatten(2), len(weight))
 
+# %% ../../nbs/pat/60_layers.ipynb #60timed1
+def _timed(form, *inputs, backward):
+    "A call without arguments; with `backward` it gives the gradients of the inputs, and of a module's parameters."
+    if not backward:
+        return torch.no_grad()(lambda: form(*inputs))
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    leaves = [*inputs, *(form.parameters() if isinstance(form, nn.Module) else ())]
+    return torch.enable_grad()(lambda: torch.autograd.grad(form(*inputs).sum(), leaves))
+
 # %% ../../nbs/pat/60_layers.ipynb #e54781b4
 def group_attention_cases(n: int, channels: int = 1024, groups: int = 8, backward: bool = False,
-                          device: str | torch.device = "cpu") -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`: the loop over groups, the fast form, batched, multi-head.
+                          device: str | torch.device = "cpu", inputs: tuple | None = None) -> dict:
+    """Contenders for `lab.measure`: the fast form, the loop over groups, batched; multi-head attention as a rival.
+
+    Args:
+        n, channels, groups: of a random cloud.
+        backward: also the gradients of the cloud and of the matrices.
+        device: where the cloud is.
+        inputs: (x (b, n, c), weight (g, c / g, c / g)) in place of random ones.
 
     Example:
         >>> list(group_attention_cases(16, 8, 2))
-        ['per group', 'fast', 'batched', 'multi-head']
+        ['fast', 'per group', 'batched', 'rivals', 'exact']
     """
     draw, width = dict(generator=torch.Generator(device).manual_seed(n), device=device), channels // groups
-    x = torch.randn(1, n, channels, **draw).requires_grad_(backward)
-    weight = (torch.randn(groups, width, width, **draw) * width**-0.5).requires_grad_(backward)
-    heads = DenseAttention(channels, groups).requires_grad_(backward).to(device)
-    cases = {"per group": lambda: group_attention(x, weight, shuffle=True, impl="reference"),
-             "fast": lambda: group_attention(x, weight, shuffle=True), "batched": lambda: _batched(x, weight),
-             "multi-head": lambda: heads(x)}
-    if not backward:
-        return cases
-    ones, inputs = torch.ones_like(x), {name: [x, weight] for name in cases} | {"multi-head": [x, *heads.parameters()]}
-    return {name: lambda f=f, name=name: torch.autograd.grad(f(), inputs[name], ones) for name, f in cases.items()}
+    x, weight = inputs or (torch.randn(1, n, channels, **draw), torch.randn(groups, width, width, **draw) * width**-0.5)
+    heads = DenseAttention(x.shape[-1], len(weight)).to(device)
+    loop = partial(group_attention, shuffle=True, impl="reference")
+    forms = {"fast": partial(group_attention, shuffle=True), "per group": loop, "batched": _batched}
+    return {name: _timed(form, x, weight, backward=backward) for name, form in forms.items()} | {
+        "rivals": {"multi-head": _timed(heads, x, backward=backward)},
+        "exact": _timed(loop, x.double(), weight.double(), backward=backward)}
 
 # %% ../../nbs/pat/60_layers.ipynb #9f7a1173
 def group_attention_cases_32(n: int, device: str | torch.device = "cpu") -> dict:
@@ -764,7 +776,7 @@ def group_attention_cases_32(n: int, device: str | torch.device = "cpu") -> dict
 
     Example:
         >>> list(group_attention_cases_32(16))
-        ['per group', 'fast', 'batched', 'multi-head']
+        ['fast', 'per group', 'batched', 'rivals', 'exact']
     """
     return group_attention_cases(n, groups=32, device=device)
 
@@ -775,7 +787,7 @@ def group_attention_cases_backward(n: int, channels: int = 1024, groups: int = 8
 
     Example:
         >>> list(group_attention_cases_backward(16, 8, 2))
-        ['per group', 'fast', 'batched', 'multi-head']
+        ['fast', 'per group', 'batched', 'rivals', 'exact']
     """
     return group_attention_cases(n, channels, groups, backward=True, device=device)
 
@@ -792,12 +804,13 @@ def subset_cases(n: int, channels: int = 1024, points: int | None = None,
 
     Example:
         >>> list(subset_cases(16, 8))
-        ['one-hot matrix', 'rows', 'distinct rows']
+        ['rows', 'one-hot matrix', 'distinct rows', 'error']
     """
     generator = torch.Generator(device).manual_seed(n)
     x = torch.randn(1, n, channels, generator=generator, device=device)
     weight = torch.randn(points or 3 * n // 8, channels, generator=generator, device=device) * channels**-0.5
     draw = dict(hard=True, generator=generator)
-    return {"one-hot matrix": lambda: F.gumbel_softmax(weight @ x.mT, hard=True) @ x,
-            "rows": lambda: gumbel_subset_sampling(x, weight, **draw),
-            "distinct rows": lambda: gumbel_subset_sampling(x, weight, replace=False, **draw)}
+    return {"rows": lambda: gumbel_subset_sampling(x, weight, **draw),
+            "one-hot matrix": lambda: F.gumbel_softmax(weight @ x.mT, hard=True) @ x,
+            "distinct rows": lambda: gumbel_subset_sampling(x, weight, replace=False, **draw),
+            "error": lambda out: (out - gather_points(x, torch.cdist(out, x).argmin(-1))).abs().max()}

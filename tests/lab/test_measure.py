@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -380,3 +381,183 @@ def test_memory_and_ceilings_of_a_gpu():
     peak = peak_memory(lambda: torch.ones(16 * MiB, device="cuda").sum(), device="cuda")
     assert 64 * MiB <= peak < 66 * MiB
     assert machine_ceilings(device="cuda").copy > 1e10
+
+
+# --- cases: right before fast
+
+
+def case(**more):
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    facts = dict(
+        forms={"torch": lambda x: x.softmax(-1), "forgotten": torch.exp}, inputs=(x,), sizes={"n": 7, "density": 0.5}
+    )
+    return measure.Case("softmax", **{"exact": lambda x: x.softmax(-1), **facts, **more})
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_wrong_form_has_an_error_and_no_time(backward, capsys, tmp_path):
+    trace = measure.Trace(tmp_path)
+    lines = trace.time(case(backward=backward, rivals={"sum": torch.sum}), repeats=3).set_index("form")
+    assert lines["error"]["torch"] < 1e-6 < 0.1 < lines["error"]["forgotten"] and math.isnan(lines["error"]["sum"])
+    assert lines["seconds"].isna().to_dict() == {"torch": False, "forgotten": True, "sum": False}
+    assert lines["ratio"]["torch"] == 1 and lines["role"].tolist() == ["form", "form", "rival"]
+    assert "softmax (n=7 density=0.5): forgotten is wrong by" in capsys.readouterr().out
+    written = pd.read_csv(tmp_path / "trace.csv")
+    assert tuple(written) == measure.COLUMNS and written["form"].tolist() == ["torch", "forgotten", "sum"]
+    assert written["dtype"].unique() == ["float32"] and [p.name for p in tmp_path.iterdir()] == ["trace.csv"]
+
+
+def test_a_small_error_in_a_gradient_is_found():
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            return 1.01 * g
+
+    forms = {"torch": lambda x: x.softmax(-1), "off": lambda x: Off.apply(x.softmax(-1))}
+    assert max(case(forms=forms).errors().values()) < 1e-6
+    errors = case(forms=forms, backward=True).errors()
+    assert errors["torch"] < 1e-6 and 0.005 < errors["off"] < 0.02
+
+
+def test_gradients_of_modules_and_of_unused_inputs():
+    layer = torch.nn.Linear(7, 3)
+    exact = lambda x, y: torch.nn.functional.linear(x, layer.weight.double(), layer.bias.double())  # noqa: E731
+    made = case(
+        forms={"one": lambda x, y: layer(x)},
+        exact=exact,
+        backward=True,
+        rivals={"layer": (layer, (torch.ones(2, 7),))},
+        inputs=(torch.ones(2, 7), torch.ones(1)),
+    )
+    assert made.errors()["one"] < 1e-6
+    assert [x.shape for x in made.calls()["layer"]()] == [(2, 3), (2, 7), (3, 7), (3,)]
+
+
+def test_errors_of_results():
+    one = torch.tensor([1.0, 2.0])
+    assert measure.relative_error({"a": one + 0.5, "b": "words"}, [one]) == 0.25
+    for wrong in ([one, one], [], one[:1], one * math.nan, one * math.inf):
+        assert measure.relative_error(wrong, one) == math.inf
+    assert measure.relative_error((torch.ones(3), torch.zeros(0)), (torch.ones(3), torch.zeros(0))) == 0
+
+
+def test_bad_cases():
+    for wrong, message in (
+        (dict(forms={}), "forms and rivals: expected names with functions, and a form at least"),
+        (dict(forms={"a": 1}), "forms and rivals"),
+        (dict(exact=None), "expected an exact form, or a function that says how wrong"),
+        (dict(error=abs), "expected an exact form, or a function that says how wrong"),
+        (dict(rivals={"torch": torch.sum}), "torch: a form and a rival"),
+    ):
+        with pytest.raises(ValueError, match=f"softmax: {message}"):
+            case(**wrong)
+    trace = measure.Trace()
+    trace.time(case(), repeats=1)
+    with pytest.raises(
+        ValueError, match="case 'softmax' with random inputs and n=7 density=0.5 is in the trace already"
+    ):
+        trace.time(case(), repeats=1)
+    trace.time(case(kind="real"), repeats=1), trace.time(case(sizes={"n": 8}), repeats=1)
+    with pytest.raises(ValueError, match="unit: expected one of s, ms, us, got 'h'"):
+        measure.speed_table(trace, unit="h")
+    with pytest.raises(ValueError, match="the trace is empty"):
+        measure.speed_table(measure.Trace())
+
+
+def test_what_is_drawn_is_judged_by_a_function():
+    forms = {"dice": lambda x: torch.randint(1, 7, (50,)), "loaded": lambda x: torch.full((50,), 7)}
+    made = case(forms=forms, exact=None, error=lambda out: ((out < 1) | (out > 6)).float().mean())
+    assert made.errors() == {"dice": 0, "loaded": 1}
+
+
+def test_speed_tables():
+    trace = measure.Trace()
+    for n in (7, 9):
+        trace.time(case(sizes={"n": n}, rivals={"sum": torch.sum}, kind="real" if n == 9 else "random"), repeats=3)
+    long = measure.speed_table(trace)
+    assert long.columns.tolist() == ["case", "inputs", "n", "device", "form", "ms", "time / ours", "error"]
+    assert long["n"].tolist() == [7] * 3 + [9] * 3 and np.allclose(
+        long["ms"], 1e3 * trace.frame["seconds"], equal_nan=True
+    )
+    wide = measure.speed_table(trace.frame, wide=True, unit="us")
+    assert wide.columns.tolist()[-3:] == ["torch [us]", "forgotten / torch", "sum / torch"] and wide[
+        "inputs"
+    ].tolist() == ["random", "real"]
+    assert wide["forgotten / torch"].isna().all() and (wide["sum / torch"] > 0).all()
+
+
+def test_inputs_of_layers_and_a_brief_training():
+    network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    x = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    (first,), (second,) = measure.layer_inputs(network, torch.nn.Linear, x)
+    assert torch.equal(first, x) and torch.equal(second, network[:2](x)) and not second.requires_grad
+    assert not network[0]._forward_pre_hooks
+    losses = measure.train_briefly(network, lambda step: network(x).square().mean(), steps=30, rate=0.05)
+    assert len(losses) == 30 and losses[-1] < losses[0]
+    with pytest.raises(ValueError, match="network: has no Conv1d"):
+        measure.layer_inputs(network, torch.nn.Conv1d, x)
+
+
+# --- the registry, and two versions of the tree
+
+
+def test_registry_names_what_can_be_timed():
+    names = measure.registry()
+    assert names["pat.layers.subset_cases"] == "sparseattn.pat.layers:subset_cases" and not any(
+        "lab" in n for n in names
+    )
+    assert measure._target("subset_cases") == measure._target("layers.subset_cases") == names["pat.layers.subset_cases"]
+    for wrong, message in (("cases", "prints those there are"), ("nothing", "prints those there are")):
+        with pytest.raises(ValueError, match=f"got {wrong!r}; .*{message}"):
+            measure._target(wrong)
+
+
+WRONG = """
+import torch
+def sums(n):
+    x = torch.ones(n)
+    return {"sum": x.sum, "off": lambda: 2 * x.sum(), "exact": x.double().sum, "rivals": {"max": x.max}}
+"""
+
+
+def test_command_line_gives_a_wrong_contender_no_time(tmp_path, monkeypatch, capsys):
+    (tmp_path / "wrong_sums.py").write_text(WRONG)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert measure.main(["wrong_sums:sums", "--n", "10", "--repeats", "2", "--csv", str(tmp_path / "out.csv")]) == 0
+    table = pd.read_csv(tmp_path / "out.csv").set_index("name")
+    assert table["median"].isna().to_dict() == {"sum": False, "max": False, "off": True} and table["error"]["off"] == 1
+    assert "wrong_sums:sums (n=10): off is wrong by 1.0e+00, allowed 1e-03: no time" in capsys.readouterr().err
+    trace = measure.Trace()
+    trace.add(table.reset_index(), "sums")
+    assert measure.speed_table(trace)["n"].tolist() == [10] * 3
+
+
+def test_two_versions_of_the_tree(tmp_path, monkeypatch):
+    """The older one takes longer and lacks a form."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder, seconds, more in ((new, 0.002, ', "late": int'), (old, 0.02, "")):
+        folder.mkdir()
+        (folder / "tree_sums.py").write_text(
+            f"import time\ndef sums(n):\n    return {{'wait': lambda: time.sleep({seconds}){more}, 'exact': int}}\n"
+        )
+    monkeypatch.setattr(measure, "_unpack", lambda commit, folder: shutil.copytree(old, folder, dirs_exist_ok=True))
+    monkeypatch.setattr(measure, "_package_folder", lambda: new / "sparseattn")
+    monkeypatch.chdir(tmp_path)
+    assert (
+        measure.main(
+            ["tree_sums:sums", "--n", "3", "--repeats", "3", "--against", "HEAD", "--csv", str(tmp_path / "out.csv")]
+        )
+        == 0
+    )
+    (row,) = pd.read_csv(tmp_path / "out.csv").to_dict("records")
+    assert (row["n"], row["name"], row["repeats"]) == (3, "wait", 3) and row["then / now"] > 1.5
+
+
+def test_an_unknown_commit_is_one_sentence(capsys):
+    with pytest.raises(SystemExit):
+        measure.main(["subset_cases", "--n", "3", "--against", "no-such-commit"])
+    assert "--against: " in capsys.readouterr().err

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import stats
+from torch.utils._pytree import tree_leaves
 
 from sparseattn.core.relaxation import gumbel, gumbel_softmax, plackett_luce
 from sparseattn.core.transformer import Encoder
+from sparseattn.lab import measure
 from sparseattn.pat import layers as module
 from sparseattn.pat.layers import (
     GroupAttention,
@@ -581,14 +583,19 @@ def test_bad_input(call, error, message):
 
 
 def test_contenders_compute_the_same():
-    cases = module.group_attention_cases(24, 16, 4)
-    close(cases["fast"](), cases["per group"](), 1e-5)
-    close(cases["fast"](), cases["batched"](), 1e-5)
-    backward = module.group_attention_cases(24, 16, 4, backward=True)
-    close(backward["fast"]()[0], backward["per group"]()[0], 1e-5)
-    assert all(f()[0].shape == (1, 24, 16) for f in backward.values())
-    assert {name: f().shape for name, f in module.subset_cases(16, 8).items()} == dict.fromkeys(
-        ["one-hot matrix", "rows", "distinct rows"], (1, 6, 8))
+    for backward in (False, True):
+        cases = module.group_attention_cases(24, 16, 4, backward=backward)
+        errors = measure.contest("attention", cases, n=24).errors()
+        assert errors.keys() == {"fast", "per group", "batched"} and max(errors.values()) < 1e-5
+        assert [x.shape for x in tree_leaves(cases["fast"]())] == [(1, 24, 16), *[(4, 4, 4)] * backward]
+    inputs = draw(1, 9, 8), draw(2, 4, 4)
+    given = module.group_attention_cases(0, inputs=inputs)["exact"]()
+    assert torch.equal(given, module.group_attention(*inputs, shuffle=True, impl="reference"))
+    subsets = module.subset_cases(16, 8)
+    errors = measure.contest("subset", subsets, n=16).errors()
+    assert list(errors) == ["rows", "one-hot matrix", "distinct rows"] and max(errors.values()) < 1e-5
+    assert all(subsets[name]().shape == (1, 6, 8) for name in errors)
+    assert subsets["error"](torch.zeros(1, 6, 8)) > 0.1
     assert list(module.group_attention_cases_32(4)) == list(cases)
 
 
