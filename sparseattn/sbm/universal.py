@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['cluster_pattern', 'from_relays_pattern', 'to_relays_pattern', 'lemma_patterns', 'is_hamiltonian_path',
            'hamiltonian_path', 'has_hamiltonian_cycle', 'has_hamiltonian_path', 'steps_to_reach', 'is_rectangle',
-           'fewest_entries']
+           'membership_attention', 'position_rates', 'fewest_entries']
 
 # %% ../../nbs/sbm/43_universal.ipynb #6fdb228b
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..core.attention import check_count
+from ..core.attention import check_boolean, check_count
 from ..core.patterns import block_pattern, check_pattern
+from .attention import SBMAttention
 
 # %% ../../nbs/sbm/43_universal.ipynb #9ab4abf3
 def _check_sizes(n, k):
@@ -295,6 +296,62 @@ def is_rectangle(pattern: Bool[Tensor, "... n m"], *, self_loops: bool = False) 
     pattern = pattern & counts
     full = pattern.any(-1)[..., :, None] & pattern.any(-2)[..., None, :]
     return ((full & counts) == pattern).flatten(-2).all(-1)
+
+# %% ../../nbs/sbm/43_universal.ipynb #613dd96c
+def membership_attention(queries: Bool[Tensor, "n k"], keys: Bool[Tensor, "n k"], sharpness: float = 20.0) -> SBMAttention:
+    """A layer, with explicit weights, whose queries and keys belong to given clusters, told by their position.
+
+    SBM-Transformer, Eq 5-7 and Lemma 2: rates come close to `queries @ keys.T / k`. One cluster gives a rectangle.
+
+    Args:
+        queries, keys: True where a query, a key, belongs to a cluster.
+        sharpness: logits of the memberships are plus or minus this.
+
+    Returns:
+        A layer of one head in float64 for inputs (b, n, n), one-hot in the position; it has self-loops, no exploration, and its
+        values are 0.
+
+    Raises:
+        TypeError, ValueError: not boolean, or not of one shape.
+
+    Example:
+        >>> everyone, relay = torch.ones(3, 1, dtype=torch.bool), torch.tensor([[False], [False], [True]])
+        >>> position_rates(membership_attention(everyone, relay))[0].round(decimals=3).tolist()
+        [0.0, 0.0, 1.0]
+    """
+    check_boolean("queries", queries)
+    check_boolean("keys", keys, queries.shape)
+    n, k = queries.shape
+    layer = SBMAttention(n, 1, clusters=k, head_dim=2 * k, self_loops=True, exploration=0.0).double()
+    one, none = torch.eye(k, dtype=torch.float64), torch.zeros(k, k, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.query.weight[:k], layer.key.weight[k:] = queries.T.double(), keys.T.double()  # codes in channels of their own
+        layer.network.first[0, :, :k] = torch.cat([one, one])  # the shared network reads either,
+        layer.network.second[0, :k, :k], layer.network.bias2[0, 0, :k] = 2 * one, -1.0  # 0 or 1 to -1 or 1
+        layer.clusters[0] = sharpness * torch.cat([one, none], 1)
+    return layer
+
+# %% ../../nbs/sbm/43_universal.ipynb #43layer3
+def position_rates(layer: SBMAttention) -> Float[Tensor, "n n"]:
+    """Probability of every pair of positions in a layer of `membership_attention`, without its self-loops.
+
+    Args:
+        layer: from `membership_attention`.
+
+    Returns:
+        SBM-Transformer's expected mask, Eq 8.
+
+    Example:
+        >>> position_rates(membership_attention(torch.eye(2, dtype=torch.bool), torch.eye(2, dtype=torch.bool))).round(decimals=3)
+        tensor([[0.5000, 0.0000],
+                [0.0000, 0.5000]], dtype=torch.float64)
+    """
+    at = torch.eye(layer.query.in_features, dtype=layer.query.weight.dtype)[None, None]
+    with torch.no_grad():
+        y, s, z = layer.block_model(layer.query(at), layer.key(at))
+    return (y @ s @ z.mT)[0, 0]
 
 # %% ../../nbs/sbm/43_universal.ipynb #7ac5f133
 def fewest_entries(n: int, patterns: int) -> int:
