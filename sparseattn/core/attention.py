@@ -681,12 +681,12 @@ def _on_all_pairs(q, k, v, edges, presence, rule, candidates, absence, scale, im
         raise ValueError(_TWICE)
     pairs = pattern.view(*q.shape[:3], -1)
     if presence is not None or absence is not None:
-        spread = torch.ones_like(pattern, dtype=q.dtype)
+        spread = torch.ones_like(pattern, dtype=q.dtype if presence is None else presence.dtype)
         spread = spread if presence is None else spread.index_put(tuple(edges), presence)
         options = dict(presence=spread.view_as(pairs), rule=rule, scale=scale)
         if absence is not None:
             among = torch.zeros_like(pattern).index_put(tuple(candidates), torch.tensor(True, device=q.device))
-            zeros = torch.zeros_like(spread).index_put(tuple(candidates), absence)
+            zeros = torch.zeros_like(spread, dtype=absence.dtype).index_put(tuple(candidates), absence)
             options |= dict(candidates=among.view_as(pairs), absence=zeros.view_as(pairs))
         return pattern_attention(q, k, v, pairs, **options)
     if impl == "reference":
@@ -744,7 +744,7 @@ def _composed_pattern(q, k, v, presence, absence, pattern, candidates, scale, ru
         w = w / w.sum(-1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
     out = w @ v
     if absence is not None:
-        slope = torch.where(candidates, absence, 0) * _share_if_added(scores, pattern, candidates)
+        slope = torch.where(candidates, absence, 0) * _share_if_added(scores, pattern)
         out = out + slope @ v - slope.sum(-1, keepdim=True) * out
     if rule != "removal":
         return out
@@ -753,12 +753,11 @@ def _composed_pattern(q, k, v, presence, absence, pattern, candidates, scale, ru
     return out + slope @ v - slope.masked_fill(alone, 0).sum(-1, keepdim=True) * out
 
 
-def _share_if_added(scores, pattern, candidates):
-    "Weight that each pair would get if it alone were added to the edges of its query."
-    largest = scores.detach().masked_fill(~(pattern | candidates), -math.inf).amax(-1, keepdim=True).clamp(min=-1e30)
-    mass = (scores - largest).masked_fill(~(pattern | candidates), -math.inf).exp()
-    total = mass.masked_fill(~pattern, 0).sum(-1, keepdim=True)
-    return mass / (total + mass).clamp(min=torch.finfo(mass.dtype).tiny)
+def _share_if_added(scores, pattern):
+    "Weight that each pair would get if it alone were added to the edges of its query; all of it where there are none."
+    some = pattern.any(-1, keepdim=True)
+    log_total = scores.masked_fill(some & ~pattern, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.sigmoid(scores - log_total.masked_fill(~some, -math.inf))
 
 
 class _PatternAttention(torch.autograd.Function):
@@ -786,7 +785,7 @@ class _PatternAttention(torch.autograd.Function):
             alone = pattern.sum(-1, keepdim=True) == 1 if ctx.rule == "removal" else None
             to_presence = _presence_gradient(ctx.rule, g, scores, w, alone, by_weight).masked_fill_(~pattern, 0)
         if ctx.needs_input_grad[4]:
-            share = _share_if_added(attention_logits(q, k, scale=ctx.scale), pattern, candidates)
+            share = _share_if_added(attention_logits(q, k, scale=ctx.scale), pattern)
             to_absence = (share * change).masked_fill_(~candidates, 0)
         return (g @ k) * ctx.scale, (g.mT @ q) * ctx.scale, w.mT @ grad, to_presence, to_absence, *[None] * 4
 
@@ -849,7 +848,8 @@ def _composed_on_list(q, k, v, presence, absence, row, column, absent_row, absen
     if absence is None:
         return out
     score = (q[absent_row] * k[absent_column]).sum(1) * scale
-    share = torch.sigmoid(score - (largest + total.log())[absent_row])
+    log_total = total.masked_fill(total == 0, 1).log() + largest
+    share = torch.sigmoid(score - log_total[absent_row])
     return out + added((absence * share)[:, None] * (v[absent_column] - plain[absent_row]), absent_row)
 
 # %% ../../nbs/core/00_attention.ipynb #ea16fe12
