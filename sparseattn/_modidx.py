@@ -3199,6 +3199,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'sparseattn.sbm.sampling._draw': ('sbm/fastrg.html#_draw', 'sparseattn/sbm/sampling.py'),
                                          'sparseattn.sbm.sampling._edges': ('sbm/fastrg.html#_edges', 'sparseattn/sbm/sampling.py'),
                                          'sparseattn.sbm.sampling._finished': ('sbm/fastrg.html#_finished', 'sparseattn/sbm/sampling.py'),
+                                         'sparseattn.sbm.sampling._listed': ('sbm/fastrg.html#_listed', 'sparseattn/sbm/sampling.py'),
                                          'sparseattn.sbm.sampling._ordered': ('sbm/fastrg.html#_ordered', 'sparseattn/sbm/sampling.py'),
                                          'sparseattn.sbm.sampling._pairs': ('sbm/fastrg.html#_pairs', 'sparseattn/sbm/sampling.py'),
                                          'sparseattn.sbm.sampling._plan': ('sbm/fastrg.html#_plan', 'sparseattn/sbm/sampling.py'),
