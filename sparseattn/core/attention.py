@@ -551,6 +551,7 @@ def fused_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
 def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"],
                    edges: Int[Tensor, "3 c"], *, scale: float | None = None,
                    presence: Float[Tensor, "c"] | None = None, rule: str = "score",
+                   candidates: Int[Tensor, "3 a"] | None = None, absence: Float[Tensor, "a"] | None = None,
                    impl: str = "fast") -> Float[Tensor, "b h n e"]:
     """Softmax attention over a list of (head, query, key); time and memory follow the list.
 
@@ -560,6 +561,8 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
         scale: factor of the scores; None takes d ** -0.5.
         presence: ones, one for each edge, that collect the gradient of its being there.
         rule: what that gradient is, see `PRESENCE_RULES`.
+        candidates: pairs that are no edges, as `edges`. absence: zeros, one for each, that collect what adding it as an
+            edge would change, for a loss linear in the output.
         impl: "fast", which works on the list or, where that is cheaper, on all pairs; or "reference" on all pairs.
 
     Returns:
@@ -580,19 +583,19 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     (batch, heads, n, d), m, dtype = q.shape, k.shape[2], q.dtype
     _check_edges(edges, batch * heads, n, m)
     check_scale(scale)
-    if presence is not None and presence.shape != edges.shape[1:]:
-        raise ValueError(f"presence must have shape {tuple(edges.shape[1:])}, one number an edge, "
-                         f"got {tuple(presence.shape)}")
+    _check_collectors(edges, presence, candidates, absence, (batch * heads, n, m))
     scale = d**-0.5 if scale is None else scale
     if q.dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
-    if impl == "reference" or edges.shape[1] > _ALL_PAIRS * batch * heads * n * m:
+    compiling = torch.compiler.is_compiling()
+    if impl == "reference" or not compiling and edges.shape[1] > _ALL_PAIRS * batch * heads * n * m:
         check_qkv(q, k, v)
-        return _on_all_pairs(q, k, v, edges, presence, rule, scale, impl).to(dtype)
-    row, column, order = _edge_list(edges, n, m)
-    presence = presence if presence is None or order is None else presence[order]
-    rows = (x.flatten(0, 2) for x in (q, k, v))
-    out = uncompiled(_attend_on_list)(*rows, presence, row, column, scale, rule)
+        return _on_all_pairs(q, k, v, edges, presence, rule, candidates, absence, scale, impl).to(dtype)
+    rows = [x.flatten(0, 2) for x in (q, k, v)]
+    if compiling and not transformed(q, k, v):
+        out = _operator(*rows, presence, absence, edges, candidates, n, m, scale, rule)[0]
+        return out.view(batch, heads, n, -1).to(dtype)
+    out = _attend_on_list(*rows, presence, absence, _ordered_list(edges, n, m), _ordered_list(candidates, n, m), scale, rule)
     # queries and values that are not finite show in the output; a key need not, with a score of -inf
     if sees_values(out) and not math.isfinite((out.detach().sum() + k.detach().sum()).item()):
         check_qkv(q, k, v)
@@ -602,17 +605,27 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
 _TWICE = "edges: each (head, query, key) may be there once, found one twice"
 
 
-def _check_edges(edges, graphs, n, m):
+def _check_edges(edges, graphs, n, m, name="edges"):
     if not isinstance(edges, Tensor) or edges.dtype != torch.int64:
-        raise TypeError(f"edges must be an int64 tensor, got {_kind(edges)}")
+        raise TypeError(f"{name} must be an int64 tensor, got {_kind(edges)}")
     if edges.dim() != 2 or len(edges) != 3:
-        raise ValueError(f"edges must have shape (3, number of edges), got {tuple(edges.shape)}")
+        raise ValueError(f"{name} must have shape (3, number of edges), got {tuple(edges.shape)}")
     if not edges.shape[1] or not sees_values(edges, memory=True):
         return
-    for name, index, size in zip(("head", "query", "key"), edges, (graphs, n, m), strict=True):
+    for end, index, size in zip(("head", "query", "key"), edges, (graphs, n, m), strict=True):
         low, high = (x.item() for x in index.aminmax())
         if not (0 <= low and high < size):
-            raise ValueError(f"edges: the {name} must lie in 0..{size - 1}, found {low} to {high}")
+            raise ValueError(f"{name}: the {end} must lie in 0..{size - 1}, found {low} to {high}")
+
+
+def _check_collectors(edges, presence, candidates, absence, sizes):
+    if (candidates is None) != (absence is None):
+        raise ValueError("candidates and absence come together, got one of them")
+    if candidates is not None:
+        _check_edges(candidates, *sizes, name="candidates")
+    for name, x, pairs in (("presence", presence, edges), ("absence", absence, candidates)):
+        if x is not None and x.shape != pairs.shape[1:]:
+            raise ValueError(f"{name} must have shape {tuple(pairs.shape[1:])}, one number an edge, got {tuple(x.shape)}")
 
 
 def _edge_list(edges, n, m):
@@ -659,7 +672,7 @@ def _without(w):
 _ALL_PAIRS = 0.2
 
 
-def _on_all_pairs(q, k, v, edges, presence, rule, scale, impl):
+def _on_all_pairs(q, k, v, edges, presence, rule, candidates, absence, scale, impl):
     graphs, n, m = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     graph, query, key = edges
     number = key.add(query.add(graph, alpha=n), alpha=m)
@@ -667,9 +680,15 @@ def _on_all_pairs(q, k, v, edges, presence, rule, scale, impl):
     if pattern.count_nonzero() != edges.shape[1]:
         raise ValueError(_TWICE)
     pairs = pattern.view(*q.shape[:3], -1)
-    if presence is not None:
-        spread = torch.ones_like(pattern, dtype=presence.dtype).index_put(tuple(edges), presence)
-        return pattern_attention(q, k, v, pairs, presence=spread.view_as(pairs), rule=rule, scale=scale)
+    if presence is not None or absence is not None:
+        spread = torch.ones_like(pattern, dtype=q.dtype if presence is None else presence.dtype)
+        spread = spread if presence is None else spread.index_put(tuple(edges), presence)
+        options = dict(presence=spread.view_as(pairs), rule=rule, scale=scale)
+        if absence is not None:
+            among = torch.zeros_like(pattern).index_put(tuple(candidates), torch.tensor(True, device=q.device))
+            zeros = torch.zeros_like(spread, dtype=absence.dtype).index_put(tuple(candidates), absence)
+            options |= dict(candidates=among.view_as(pairs), absence=zeros.view_as(pairs))
+        return pattern_attention(q, k, v, pairs, **options)
     if impl == "reference":
         return dense_attention(q, k, v, pattern=pairs, scale=scale)
     out = fused_attention(q, k, v, pairs, scale=scale)
@@ -679,7 +698,9 @@ def _on_all_pairs(q, k, v, edges, presence, rule, scale, impl):
 # %% ../../nbs/core/00_attention.ipynb #7b600747
 def pattern_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"],
                       pattern: Bool[Tensor, "b h n m"], *, presence: Float[Tensor, "b h n m"],
-                      rule: str = "score", scale: float | None = None) -> Float[Tensor, "b h n e"]:
+                      rule: str = "score", candidates: Bool[Tensor, "b h n m"] | None = None,
+                      absence: Float[Tensor, "b h n m"] | None = None,
+                      scale: float | None = None) -> Float[Tensor, "b h n e"]:
     """`edge_attention` for a boolean pattern of all pairs.
 
     Args:
@@ -687,6 +708,7 @@ def pattern_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], 
         pattern: True = attend.
         presence: ones, that collect the gradient of each edge's being there; 0 where there is none.
         rule: see `PRESENCE_RULES`.
+        candidates: pairs that are no edges. absence: zeros, that collect what adding a candidate would change.
         scale: factor of the scores; None takes d ** -0.5.
 
     Returns:
@@ -702,20 +724,28 @@ def pattern_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], 
     check_scale(scale)
     check_boolean("pattern", pattern)
     _check_pattern(pattern, (*q.shape[:3], k.shape[2]))
-    check_form("presence", presence)
-    if presence.shape != (*q.shape[:3], k.shape[2]):
-        raise ValueError(f"presence must have shape {(*q.shape[:3], k.shape[2])}, got {tuple(presence.shape)}")
+    if (candidates is None) != (absence is None):
+        raise ValueError("candidates and absence come together, got one of them")
+    for name, x in (("presence", presence), ("absence", absence)):
+        if name == "presence" or x is not None:
+            check_form(name, x)
+            if x.shape != (*q.shape[:3], k.shape[2]):
+                raise ValueError(f"{name} must have shape {(*q.shape[:3], k.shape[2])}, got {tuple(x.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _by_form(_PatternAttention.apply, _composed_pattern, q, k, v, presence, pattern, scale, rule)
+    inputs = q, k, v, presence, absence, pattern, candidates, scale, rule
+    return _by_form(_PatternAttention.apply, _composed_pattern, *inputs)
 
 # %% ../../nbs/core/00_attention.ipynb #754124ef
-def _composed_pattern(q, k, v, presence, pattern, scale, rule):
+def _composed_pattern(q, k, v, presence, absence, pattern, candidates, scale, rule):
     scores = attention_logits(q, k, scale=scale)
     w = masked_softmax(scores * presence if rule == "score" else scores, pattern)
     if rule == "weight":
         w = w * presence
         w = w / w.sum(-1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
     out = w @ v
+    if absence is not None:
+        slope = torch.where(candidates, absence, 0) * _share_if_added(scores, pattern)
+        out = out + slope @ v - slope.sum(-1, keepdim=True) * out
     if rule != "removal":
         return out
     alone = pattern.sum(-1, keepdim=True) == 1
@@ -723,30 +753,41 @@ def _composed_pattern(q, k, v, presence, pattern, scale, rule):
     return out + slope @ v - slope.masked_fill(alone, 0).sum(-1, keepdim=True) * out
 
 
+def _share_if_added(scores, pattern):
+    "Weight that each pair would get if it alone were added to the edges of its query; all of it where there are none."
+    some = pattern.any(-1, keepdim=True)
+    log_total = scores.masked_fill(some & ~pattern, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.sigmoid(scores - log_total.masked_fill(~some, -math.inf))
+
+
 class _PatternAttention(torch.autograd.Function):
     "Softmax attention with the pattern, all pairs in memory."
 
     @staticmethod
-    def forward(ctx, q, k, v, presence, pattern, scale, rule):
+    def forward(ctx, q, k, v, presence, absence, pattern, candidates, scale, rule):
         w = masked_softmax(attention_logits(q, k, scale=scale), pattern)
-        ctx.save_for_backward(q, k, v, presence, w, pattern)
+        ctx.save_for_backward(q, k, v, presence, absence, w, pattern, candidates)
         ctx.scale, ctx.rule = scale, rule
         return w @ v
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, presence, w, pattern = ctx.saved_tensors
+        q, k, v, presence, absence, w, pattern, candidates = ctx.saved_tensors
         if torch.is_grad_enabled():
-            again = functools.partial(_composed_pattern, pattern=pattern, scale=ctx.scale, rule=ctx.rule)
-            return *composed_gradients(again, (q, k, v, presence), grad), None, None, None
+            rest = dict(pattern=pattern, candidates=candidates, scale=ctx.scale, rule=ctx.rule)
+            again = functools.partial(_composed_pattern, **rest)
+            return *composed_gradients(again, (q, k, v, presence, absence), grad), None, None, None, None
         by_weight = grad @ v.mT
-        g = w * (by_weight - (by_weight * w).sum(-1, keepdim=True))
-        to_presence = None
+        change = by_weight - (by_weight * w).sum(-1, keepdim=True)
+        g, to_presence, to_absence = w * change, None, None
         if ctx.needs_input_grad[3]:
             scores = attention_logits(q, k, scale=ctx.scale) if ctx.rule == "score" else None
             alone = pattern.sum(-1, keepdim=True) == 1 if ctx.rule == "removal" else None
             to_presence = _presence_gradient(ctx.rule, g, scores, w, alone, by_weight).masked_fill_(~pattern, 0)
-        return (g @ k) * ctx.scale, (g.mT @ q) * ctx.scale, w.mT @ grad, to_presence, None, None, None
+        if ctx.needs_input_grad[4]:
+            share = _share_if_added(attention_logits(q, k, scale=ctx.scale), pattern)
+            to_absence = (share * change).masked_fill_(~candidates, 0)
+        return (g @ k) * ctx.scale, (g.mT @ q) * ctx.scale, w.mT @ grad, to_presence, to_absence, *[None] * 4
 
 # %% ../../nbs/core/00_attention.ipynb #436a2daf
 def uncompiled(function):
@@ -775,13 +816,11 @@ def _sums(starts, column, values, x):
     mode = 0  # the sum
     return torch.embedding_bag(x, column, starts, mode=mode, per_sample_weights=values, include_last_offset=True)[0]
 
-
-def _weights(scores, row, queries):
-    "Exponentials of the scores, divided by that of the largest score of the row if any is large."
-    if len(scores) and max(map(abs, (x.item() for x in scores.aminmax()))) > _LARGE:
-        largest = scores.new_full((queries,), -math.inf).scatter_reduce_(0, row, scores, "amax")
-        scores = scores - largest[row]
-    return scores.exp()
+# %% ../../nbs/core/00_attention.ipynb #sbm00a02
+def _starts(row, count):
+    "Where each row starts in a list sorted by rows, and its end."
+    # torch's own way from pairs to CSR, as PyTorch Geometric calls it too; a search takes longer for short rows
+    return torch._convert_indices_from_coo_to_csr(row, count, out_int32=len(row) < 2**31)
 
 
 def _transposed(row, column, keys):
@@ -789,76 +828,173 @@ def _transposed(row, column, keys):
     column, order = column.sort(stable=True)
     return _starts(column, keys), _short(row, len(row))[order], order
 
-
-def _starts(row, count):
-    "Where each row starts in a list sorted by rows, and its end."
-    # torch's own way from pairs to CSR, as PyTorch Geometric calls it too; a search takes longer for short rows
-    return torch._convert_indices_from_coo_to_csr(row, count, out_int32=len(row) < 2**31)
-
-# %% ../../nbs/core/00_attention.ipynb #ea16fe12
-def _softmax_on_list(q, k, v, row, column, scale):
-    "Output, and what the gradient needs: starts of rows, weights, their sums, scores."
-    starts = _starts(row, len(q))
-    scores = _products(starts, column, q, k, scale)
-    w = _weights(scores, row, len(q))
-    total = torch.segment_reduce(w, "sum", offsets=starts, axis=0)[:, None]
-    total.masked_fill_(total == 0, 1)
-    return _sums(starts, column, w, v).div_(total), starts, w, total, scores
-
-
-def _attend_on_list(q, k, v, presence, row, column, scale, rule):
-    "Softmax attention on rows of queries and keys of all heads, and a list sorted by row."
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, presence)):
-        return _by_form(_EdgeAttention.apply, _composed_on_list, q, k, v, presence, row, column, scale, rule)
-    return _softmax_on_list(q, k, v, row, column, scale)[0]
-
-
-def _composed_on_list(q, k, v, presence, row, column, scale, rule):
-    def added(values):
+# %% ../../nbs/core/00_attention.ipynb #sbm00a04
+def _composed_on_list(q, k, v, presence, absence, row, column, absent_row, absent_column, scale, rule):
+    def added(values, row):
         return values.new_zeros(len(q), *values.shape[1:]).index_add(0, row, values)
+
     ones = q.new_ones(len(row)) if presence is None else presence
     scores = (q[row] * k[column]).sum(1) * scale * (ones if rule == "score" else 1)
     with torch.no_grad():
         largest = scores.new_full((len(q),), -math.inf).scatter_reduce(0, row, scores, "amax")
     w = (scores - largest[row]).exp() * (ones if rule == "weight" else 1)
-    w = w / added(w)[row]
-    out = added(w[:, None] * v[column])
-    if rule != "removal":
+    total = added(w, row)
+    w = w / total[row]
+    out = plain = added(w[:, None] * v[column], row)
+    if rule == "removal":
+        alone = (row.bincount(minlength=len(q)) == 1)[row]
+        slope = (ones - ones.detach()) * torch.where(alone, 1, w / _without(w))
+        out = out + added(slope[:, None] * (v[column] - plain[row].masked_fill(alone[:, None], 0)), row)
+    if absence is None:
         return out
-    alone = (row.bincount(minlength=len(q)) == 1)[row]
-    slope = (ones - ones.detach()) * torch.where(alone, 1, w / _without(w))
-    return out + added(slope[:, None] * (v[column] - out[row].masked_fill(alone[:, None], 0)))
+    score = (q[absent_row] * k[absent_column]).sum(1) * scale
+    log_total = total.masked_fill(total == 0, 1).log() + largest
+    share = torch.sigmoid(score - log_total[absent_row])
+    return out + added((absence * share)[:, None] * (v[absent_column] - plain[absent_row]), absent_row)
+
+# %% ../../nbs/core/00_attention.ipynb #ea16fe12
+def _softmax_on_list(q, k, v, row, column, scale):
+    "Output, logarithm of the summed weights, and for the gradient: starts of rows, weights, their sums, scores."
+    starts = _starts(row, len(q))
+    scores = _products(starts, column, q, k, scale)
+    w, largest = scores, 0
+    if len(scores) and max(map(abs, (x.item() for x in scores.aminmax()))) > _LARGE:
+        largest = scores.new_full((len(q),), -math.inf).scatter_reduce_(0, row, scores, "amax")
+        w = scores - largest[row]
+    w = w.exp()
+    total = torch.segment_reduce(w, "sum", offsets=starts, axis=0)
+    log_total = total.log() + largest
+    total = total.masked_fill_(total == 0, 1)[:, None]
+    return _sums(starts, column, w, v).div_(total), log_total, starts, w, total, scores
+
+# %% ../../nbs/core/00_attention.ipynb #sbm00a06
+def _list_gradients(grad, q, k, v, row, column, out, log_total, kept, scale, rule):
+    "Gradients by q, k, v, and, if there is a rule, by presence."
+    starts, w, total, scores = kept or _kept(q, k, row, column, log_total, scale)
+    grad = grad / total
+    pair = torch.cat([grad, -(grad * out).sum(1, keepdim=True)], 1)
+    s = _products(starts, column, pair, torch.cat([v, v.new_ones(len(v), 1)], 1)).mul_(w)
+    to_presence = None
+    if rule is not None:
+        share, alone = w / total.flatten()[row], (starts.diff() == 1)[row]
+        value = _products(starts, column, grad * total, v) if rule == "removal" and alone.any() else s
+        to_presence = _presence_gradient(rule, s, scores, share, alone, value)
+    to_q = _sums(starts, column, s, k).mul_(scale)
+    back_starts, back_column, order = _transposed(row, column, len(k))
+    to_k, to_v = (_sums(back_starts, back_column, x[order], y) for x, y in ((s, q), (w, grad)))
+    return to_q, to_k.mul_(scale), to_v, to_presence
 
 
+def _kept(q, k, row, column, log_total, scale):
+    starts = _starts(row, len(q))
+    scores = _products(starts, column, q, k, scale)
+    return starts, (scores - log_total[row]).exp(), q.new_ones(len(q), 1), scores
+
+
+def _absence_gradient(grad, q, k, v, out, log_total, row, column, scale):
+    starts = _starts(row, len(q))
+    share = torch.sigmoid(_products(starts, column, q, k, scale) - log_total[row])
+    pair = torch.cat([grad, -(grad * out).sum(1, keepdim=True)], 1)
+    return share * _products(starts, column, pair, torch.cat([v, v.new_ones(len(v), 1)], 1))
+
+# %% ../../nbs/core/00_attention.ipynb #sbm00a08
 class _EdgeAttention(torch.autograd.Function):
-    "`_attend_on_list` with its gradient."
+    "Softmax attention on a list, with its gradient."
 
     @staticmethod
-    def forward(ctx, q, k, v, presence, row, column, scale, rule):
-        out, starts, w, total, scores = _softmax_on_list(q, k, v, row, column, scale)
+    def forward(ctx, q, k, v, presence, absence, row, column, absent_row, absent_column, scale, rule):
+        out, log_total, starts, w, total, scores = _softmax_on_list(q, k, v, row, column, scale)
         scores = scores if ctx.needs_input_grad[3] and rule == "score" else None
-        ctx.save_for_backward(q, k, v, presence, row, column, starts, w, total, out, scores)
+        lists = row, column, absent_row, absent_column
+        ctx.save_for_backward(q, k, v, presence, absence, *lists, out, log_total, starts, w, total, scores)
         ctx.scale, ctx.rule = scale, rule
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, presence, row, column, starts, w, total, out, scores = ctx.saved_tensors
+        *inputs, row, column, absent_row, absent_column, out, log_total, starts, w, total, scores = ctx.saved_tensors
         if torch.is_grad_enabled():
-            again = functools.partial(_composed_on_list, row=row, column=column, scale=ctx.scale, rule=ctx.rule)
-            return *composed_gradients(again, (q, k, v, presence), grad), None, None, None, None
-        grad = grad / total
-        pair = torch.cat([grad, -(grad * out).sum(1, keepdim=True)], 1)
-        s = _products(starts, column, pair, torch.cat([v, v.new_ones(len(v), 1)], 1)).mul_(w)
-        to_presence = None
-        if ctx.needs_input_grad[3]:
-            share, alone = w / total.flatten()[row], (starts.diff() == 1)[row]
-            value = _products(starts, column, grad * total, v) if ctx.rule == "removal" and alone.any() else s
-            to_presence = _presence_gradient(ctx.rule, s, scores, share, alone, value)
-        to_q = _sums(starts, column, s, k).mul_(ctx.scale)
-        back_starts, back_column, order = _transposed(row, column, len(k))
-        to_k, to_v = (_sums(back_starts, back_column, x[order], y) for x, y in ((s, q), (w, grad)))
-        return to_q, to_k.mul_(ctx.scale), to_v, to_presence, None, None, None, None
+            lists = dict(row=row, column=column, absent_row=absent_row, absent_column=absent_column)
+            again = functools.partial(_composed_on_list, **lists, scale=ctx.scale, rule=ctx.rule)
+            return *composed_gradients(again, inputs, grad), *[None] * 6
+        q, k, v, _, _ = inputs
+        kept, rule = (starts, w, total, scores), ctx.rule if ctx.needs_input_grad[3] else None
+        found = _list_gradients(grad, q, k, v, row, column, out, log_total, kept, ctx.scale, rule)
+        to_absence = None
+        if ctx.needs_input_grad[4]:
+            to_absence = _absence_gradient(grad, q, k, v, out, log_total, absent_row, absent_column, ctx.scale)
+        return *found, to_absence, *[None] * 6
+
+
+def _ordered_list(edges, n, m):
+    return (None,) * 3 if edges is None else _edge_list(edges, n, m)
+
+
+def _attend_on_list(q, k, v, presence, absence, listed, absent, scale, rule):
+    "Softmax attention on rows of queries and keys of all heads, and lists with the order they were sorted by."
+    (row, column, order), (absent_row, absent_column, absent_order) = listed, absent
+    presence = presence if presence is None or order is None else presence[order]
+    absence = absence if absence is None or absent_order is None else absence[absent_order]
+    collected = q, k, v, presence, absence
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in collected):
+        inputs = *collected, row, column, absent_row, absent_column, scale, rule
+        return _by_form(_EdgeAttention.apply, _composed_on_list, *inputs)
+    return _softmax_on_list(q, k, v, row, column, scale)[0]
+
+# %% ../../nbs/core/00_attention.ipynb #sbm00a10
+@torch.library.custom_op("sparseattn::edge_attention", mutates_args=())
+def _operator(q: Tensor, k: Tensor, v: Tensor, presence: Tensor | None, absence: Tensor | None, edges: Tensor,
+              candidates: Tensor | None, n: int, m: int, scale: float, rule: str) -> tuple[Tensor, Tensor]:
+    row, column, _ = _edge_list(edges, n, m)
+    return _softmax_on_list(q, k, v, row, column, scale)[:2]
+
+
+@_operator.register_fake
+def _(q, k, v, *_):
+    return q.new_empty(len(q), v.shape[1]), q.new_empty(len(q))
+
+# %% ../../nbs/core/00_attention.ipynb #sbm00a11
+@torch.library.custom_op("sparseattn::edge_attention_backward", mutates_args=())
+def _operator_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, candidates: Tensor | None,
+                       out: Tensor, log_total: Tensor, n: int, m: int, scale: float, rule: str,
+                       present: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (row, column, order), absent = _edge_list(edges, n, m), _ordered_list(candidates, n, m)
+    rule = rule if present else None
+    *found, to_presence = _list_gradients(grad, q, k, v, row, column, out, log_total, None, scale, rule)
+    to_absence = q.new_empty(0)
+    if candidates is not None:
+        to_absence = _absence_gradient(grad, q, k, v, out, log_total, *absent[:2], scale)
+    to_presence = q.new_empty(0) if to_presence is None else to_presence
+    return *found, _in_order(to_presence, order), _in_order(to_absence, absent[2])
+
+
+def _in_order(x, order):
+    "What belongs to a sorted list, as the list came."
+    return x if order is None or not len(x) else torch.empty_like(x).index_copy_(0, order, x)
+
+
+@_operator_backward.register_fake
+def _(grad, q, k, v, edges, candidates, out, log_total, n, m, scale, rule, present):
+    counts = edges.shape[1] if present else 0, 0 if candidates is None else candidates.shape[1]
+    return *map(torch.empty_like, (q, k, v)), *map(q.new_empty, counts)
+
+# %% ../../nbs/core/00_attention.ipynb #sbm00a12
+def _keep_operator(ctx, inputs, output):
+    q, k, v, presence, absence, edges, candidates, *ctx.options = inputs
+    ctx.collected = presence is not None, absence is not None
+    ctx.save_for_backward(q, k, v, edges, candidates, *output)
+
+
+def _differentiate_operator(ctx, grad, _):
+    present, absent = ctx.collected
+    *found, to_presence, to_absence = _operator_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options, present)
+    collected = to_presence if present else None, to_absence if absent else None
+    return *found, *collected, *[None] * 6
+
+
+_operator.register_autograd(_differentiate_operator, setup_context=_keep_operator)
+for _device in ("cpu", "cuda"):
+    torch.library.register_autocast("sparseattn::edge_attention", _device, torch.float32)
 
 # %% ../../nbs/core/00_attention.ipynb #7a8271b3
 def edge_products(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h m r"],

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..core.attention import (PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_finite,
                                        check_form, check_generator, check_number, check_qkv_form, checked_cloud,
-                                       edge_attention, has_values, hide_masked, pattern_attention,
-                                       straight_through_presence)
+                                       edge_attention, edge_products, has_values, hide_masked, pattern_attention,
+                                       sees_values, straight_through_presence)
 from ..core.transformer import head_channels, register_attention
-from .sampling import bernoulli, fastrg
+from .sampling import draw_edges
 
 # %% ../../nbs/sbm/41_attention.ipynb #b4e0c059
 def cluster_rates(clusters: Float[Tensor, "h k d"], rates: str = "joint") -> Float[Tensor, "h k k"]:
@@ -48,7 +48,7 @@ def memberships(x: Float[Tensor, "b h n d"], clusters: Float[Tensor, "h k d"],
     return logits.softmax(-1) if total else logits.sigmoid()
 
 # %% ../../nbs/sbm/41_attention.ipynb #fe79b2d0
-_SAMPLERS = {"bernoulli": bernoulli, "fastrg": fastrg}
+_SAMPLERS = {"bernoulli": "bernoulli", "fastrg": "simple"}  # the law of the edges, see `draw_edges`
 
 
 def explore(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*h k k"], z: Float[Tensor, "*g m k"], delta: float,
@@ -81,7 +81,7 @@ def explore(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*h k k"], z: Float[Ten
     y, z = (torch.cat([x, torch.ones_like(x[..., :1]) * one], -1) for x in (y, z))
     return y, nn.functional.pad(b, (0, 1, 0, 1)) + corner, z
 
-
+# %% ../../nbs/sbm/41_attention.ipynb #41win002
 def _window_edges(heads, mask, window):
     "(batch * heads + head, query, key) of real points with the key at most window // 2 away; in order."
     batch, n = mask.shape
@@ -106,6 +106,7 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
                   y: Float[Tensor, "b h n c"], s: Float[Tensor, "h c c"], z: Float[Tensor, "b h n c"], *,
                   sampler: str = "bernoulli", exploration: float = 0.0, window: int = 0, gradient: str = "score",
                   mask: Bool[Tensor, "b n"] | None = None, edges: Int[Tensor, "3 e"] | None = None,
+                  candidates: Int[Tensor, "3 a"] | None = None,
                   generator: torch.Generator | None = None, impl: str = "fast", return_info: bool = False):
     """Attention over masks drawn from a block model; SBM-Transformer, Eq 3-4 and 8-9.
 
@@ -116,10 +117,13 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
         exploration: added to every p.
         window: keys around each query, itself included, that are always attended: 0 none, 1 itself, w those at most
             w // 2 away.
-        gradient: what p learns from an edge, see `sparseattn.core.attention.PRESENCE_RULES`.
+        gradient: what p learns from an edge: "score" (Eq 9), "weight" (the released code, before clipping), "removal",
+            what taking the edge away would change, or "two-sided", half of that and half of what adding an edge would
+            change where a second draw has one and the first has none; `47_gradients` compares them.
         mask: True = a real point; masked points change nothing and return 0.
         edges: a mask drawn before, as (batch * heads + head, query, key), in place of a draw; those of masked points
             are left out.
+        candidates: the second draw of "two-sided", made before, in the same form.
         generator: source of the draws.
         impl: "fast", a list or a matrix by expected density (under `torch.compile` a matrix), or "reference", a matrix.
         return_info: also return an `AttentionInfo`; its pattern is the list of edges (None where the mask is a matrix,
@@ -146,22 +150,18 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
     if exploration:
         y, s, z = explore(y, s, z, exploration, mask)
     real = q.new_ones(batch, n, dtype=torch.bool) if mask is None else mask
-    a = y @ s
-    if edges is None and (impl == "reference" or not _few(a, z, real)):
-        out, count, kept = _on_matrix(q, k, v, a, z, sampler, window, gradient, real, generator)
+    model = y @ s, z, sampler, real, generator
+    options = dict(window=window, gradient=gradient)
+    if edges is None and (impl == "reference" or not _few(*model[:2], real)):
+        out, count, kept = _on_matrix(q, k, v, *model, **options)
     else:
-        given = edges is not None and mask is not None
-        if edges is None:
-            with torch.no_grad():
-                model = (y.flatten(0, 1), s.repeat(batch, 1, 1), z.flatten(0, 1))
-                edges = _SAMPLERS[sampler](*model, generator=generator)
-        out, count, kept = _on_list(q, k, v, a, z, edges, window, gradient, real, impl, given)
+        out, count, kept = _on_list(q, k, v, *model, edges, candidates, impl=impl, **options)
     out = out.to(dtype)
     return (out, _info(count, kept, real, q, v, y)) if return_info else out
 
-
-# expected share of edges from which a draw for every pair is cheaper than a list
-_DENSE = 0.15
+# %% ../../nbs/sbm/41_attention.ipynb #41few002
+_GRADIENTS = (*PRESENCE_RULES, "two-sided")
+_DENSE = 0.15  # expected share of edges from which a matrix is cheaper than a list
 
 
 def _pairs(heads, real):
@@ -173,19 +173,8 @@ def _few(a, z, real):
     "Whether a list of edges is cheaper; under `torch.compile`, which cannot know, no."
     return has_values(a) and (a.sum(2) * z.sum(2)).sum().item() <= _DENSE * _pairs(a.shape[1], real)
 
-# %% ../../nbs/sbm/41_attention.ipynb #90545ca4
-def _on_list(q, k, v, a, z, edges, window, gradient, real, impl, given=False):
-    presence = straight_through_presence(a, z, edges)
-    if given:                                               # such a list may name masked points
-        cloud = edges[0] // q.shape[1]
-        kept = real[cloud, edges[1]] & real[cloud, edges[2]]
-        edges, presence = edges[:, kept], presence[kept]
-    if window:
-        edges, presence = _with_window(edges, presence, q.shape[1], real, window)
-    return edge_attention(q, k, v, edges, presence=presence, rule=gradient, impl=impl), presence.sum(), edges
-
-
-def _on_matrix(q, k, v, a, z, sampler, window, gradient, real, generator):
+# %% ../../nbs/sbm/41_attention.ipynb #41mat002
+def _on_matrix(q, k, v, a, z, sampler, real, generator, *, window, gradient):
     chance = a @ z.mT
     odds = chance.detach() if sampler == "bernoulli" else -torch.expm1(-chance.detach())
     pattern = torch.empty_like(odds).uniform_(generator=generator) < odds
@@ -194,10 +183,66 @@ def _on_matrix(q, k, v, a, z, sampler, window, gradient, real, generator):
         place = torch.arange(q.shape[2], device=q.device)
         always = ((place[:, None] - place).abs() <= window // 2) & (real[:, :, None] & real[:, None])[:, None]
         pattern, presence = pattern | always, torch.where(always, 1.0, presence)
-    out = pattern_attention(q, k, v, pattern, presence=presence, rule=gradient)
-    return out, presence.sum(), pattern
+    options = dict(presence=presence, rule=gradient)
+    if gradient == "two-sided":
+        among = (torch.empty_like(odds).uniform_(generator=generator) < odds) & ~pattern
+        absence = torch.where(among, (chance - chance.detach()) / _left(odds) / 2, 0)
+        options = dict(presence=_halved(presence), rule="removal", candidates=among, absence=absence)
+    return pattern_attention(q, k, v, pattern, **options), presence.sum(), pattern
 
 
+def _halved(x):
+    "The same numbers, with half of the gradient."
+    return (x + x.detach()) / 2
+
+
+def _left(odds):
+    "1 - p, of pairs that are no edges."
+    return (1 - odds).clamp(min=torch.finfo(odds.dtype).eps)
+
+# %% ../../nbs/sbm/41_attention.ipynb #90545ca4
+def _on_list(q, k, v, a, z, sampler, real, generator, edges, candidates, *, window, gradient, impl):
+    heads, draw = q.shape[1], (a.detach().flatten(0, 1), z.detach().flatten(0, 1), _SAMPLERS[sampler])
+    if edges is None:
+        edges = draw_edges(*draw, generator=generator)
+    elif not real.all():                                    # such a list may name masked points
+        edges = _among(edges, real, heads)
+    presence = straight_through_presence(a, z, edges)
+    if window:
+        edges, presence = _with_window(edges, presence, heads, real, window)
+    options = dict(presence=presence, rule=gradient)
+    if gradient == "two-sided":
+        if candidates is None:
+            candidates = draw_edges(*draw, generator=generator)
+        candidates = _among(candidates[:, ~_known(candidates, edges, q.shape[2])], real, heads)
+        absence = _absence(a, z, candidates, sampler)
+        options = dict(presence=_halved(presence), rule="removal", candidates=candidates, absence=absence)
+    return edge_attention(q, k, v, edges, impl=impl, **options), presence.sum(), edges
+
+
+def _among(edges, real, heads):
+    "The edges between real points."
+    cloud = edges[0] // heads
+    return edges[:, real[cloud, edges[1]] & real[cloud, edges[2]]]
+
+# %% ../../nbs/sbm/41_attention.ipynb #41lst001
+def _known(pairs, edges, n):
+    "Which of the pairs are edges."
+    asked, known = ((x[0] * n + x[1]) * n + x[2] for x in (pairs, edges))
+    known = known.sort().values
+    if not len(known):
+        return torch.zeros_like(asked, dtype=torch.bool)
+    return known[torch.searchsorted(known, asked).clamp(max=len(known) - 1)] == asked
+
+
+def _absence(a, z, pairs, sampler):
+    "Zeros, whose gradient goes to p / 2(1 - p)."
+    rate = edge_products(a.detach(), z.detach(), pairs)
+    odds = rate if sampler == "bernoulli" else -torch.expm1(-rate)
+    through = straight_through_presence(a, z, pairs)
+    return (through - through.detach()) / _left(odds) / 2
+
+# %% ../../nbs/sbm/41_attention.ipynb #41inf002
 def _info(count, kept, real, q, v, y):
     "nnz and the flops of attention, of the products with the clusters, and of folding them together."
     listed = kept.dtype == torch.int64
@@ -205,7 +250,8 @@ def _info(count, kept, real, q, v, y):
     batch, heads, n, clusters = y.shape
     flops = 2 * nnz * width + 2 * batch * heads * n * clusters * (2 * q.shape[3] + clusters)
     flops += 2 * heads * clusters**2 * q.shape[3]
-    return AttentionInfo(kept if listed else None, nnz, count / _pairs(heads, real), flops, {} if listed else {"matrix": kept})
+    extra = {} if listed else {"matrix": kept}
+    return AttentionInfo(kept if listed else None, nnz, count / _pairs(heads, real), flops, extra)
 
 # %% ../../nbs/sbm/41_attention.ipynb #def634d1
 def _check_model(q, k, v, y, s, z, mask):
@@ -220,11 +266,14 @@ def _check_model(q, k, v, y, s, z, mask):
         if x.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     for name, x in (("y", y), ("s", s), ("z", z)):
-        check_finite(name, x if name == "s" or mask is None else x.masked_fill(~mask[:, None, :, None], 0))
+        x = x if name == "s" or mask is None else x.masked_fill(~mask[:, None, :, None], 0)
+        check_finite(name, x)
+        if sees_values(x) and (low := x.min().item()) < 0:
+            raise ValueError(f"{name} must hold finite numbers >= 0, found {low:g}")
 
 
 def _check_options(sampler, exploration, window, gradient, impl):
-    for name, value, choices in (("sampler", sampler, _SAMPLERS), ("gradient", gradient, PRESENCE_RULES),
+    for name, value, choices in (("sampler", sampler, _SAMPLERS), ("gradient", gradient, _GRADIENTS),
                                  ("impl", impl, ("fast", "reference"))):
         check_choice(name, value, choices)
     check_number("exploration", exploration, 0, 1)

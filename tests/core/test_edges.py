@@ -259,3 +259,98 @@ def test_products_refuse_factors_of_other_clouds_or_heads():
     for b in (a[:1], a[:, :2], a[..., :4], a.double()):
         with pytest.raises(ValueError, match="a and b must have one batch"):
             edge_products(a, b, edges)
+
+
+def _asked(q, k, v, pattern, seed=3):
+    "Edges, and some pairs that are none."
+    candidates = (torch.rand(pattern.shape, generator=torch.Generator().manual_seed(seed)) < 0.3) & ~pattern
+    return pattern.nonzero().T, candidates.nonzero().T
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize("impl", ["list", "pairs", "reference"])
+def test_absence_is_what_adding_an_edge_changes(impl, size, monkeypatch):
+    "For a loss that is linear in the output, each candidate by itself; a query without an edge is among them."
+    monkeypatch.setattr(module, "_ALL_PAIRS", 0.0 if impl == "pairs" else 2.0)
+    q, k, v, pattern = draw(7, 9, 0.3, batch=1, heads=2, size=size)
+    pattern[1, 3] = False
+    edges, candidates = _asked(q, k, v, pattern)
+    order = torch.randperm(candidates.shape[1], generator=torch.Generator().manual_seed(0))
+    candidates, aim = candidates[:, order], torch.linspace(-1, 1, 112, dtype=q.dtype).view(1, 2, 7, 8)
+    absence = torch.zeros(candidates.shape[1], dtype=q.dtype, requires_grad=True)
+    option = "reference" if impl == "reference" else "fast"
+
+    def loss(edges, **options):
+        return (edge_attention(q, k, v, edges, impl=option, **options) * aim).sum()
+
+    found, = torch.autograd.grad(loss(edges, candidates=candidates, absence=absence), absence)
+    by_hand = [loss(torch.cat([edges, candidates[:, [e]]], 1)) - loss(edges) for e in range(len(absence))]
+    torch.testing.assert_close(found, torch.stack(by_hand), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("rule", PRESENCE_RULES)
+def test_forms_agree_with_candidates_and_in_second_derivatives(rule):
+    q, k, v, pattern = draw(9, 11, 0.3)
+    pattern[:, :, 0] = True
+    edges, candidates = _asked(q, k, v, pattern)
+
+    def second(impl):
+        ones, zeros = q.new_ones(edges.shape[1]), q.new_zeros(candidates.shape[1])
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, ones, zeros)]
+        out = edge_attention(*leaves[:3], edges, presence=leaves[3], rule=rule, candidates=candidates, absence=leaves[4], impl=impl)
+        first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+        return *first, *torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)
+
+    for ours, literal in zip(second("fast"), second("reference"), strict=True):
+        torch.testing.assert_close(ours, literal, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float64", "bfloat16"])
+def test_the_operator(low):
+    "In one graph, with every gradient, and as the operator's own checks want it."
+    q, k, v, pattern = draw(9, 11, 0.3)
+    edges, candidates = _asked(q, k, v, pattern)
+    edges = edges[:, torch.randperm(edges.shape[1], generator=torch.Generator().manual_seed(1))]
+    ones, zeros = q.new_ones(edges.shape[1]), q.new_zeros(candidates.shape[1])
+    dtype = torch.bfloat16 if low else q.dtype
+
+    def function(q, k, v, ones, zeros, edges, candidates):
+        return edge_attention(q, k, v, edges, presence=ones, rule="removal", candidates=candidates, absence=zeros)
+
+    def found(f):
+        leaves = [x.to(dtype).clone().requires_grad_() for x in (q, k, v)] + [x.clone().requires_grad_() for x in (ones, zeros)]
+        out = f(*leaves, edges, candidates)
+        return out, *torch.autograd.grad(out.sin().sum(), leaves)
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for a, b in zip(found(compiled), found(function), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2 if low else 1e-10, atol=2e-2 if low else 1e-12)
+    if not low:
+        rows = [x.flatten(0, 2).clone().requires_grad_() for x in (q, k, v)]
+        given = *rows, ones.clone().requires_grad_(), zeros.clone().requires_grad_(), edges, candidates, 9, 11, 0.3, "score"
+        torch.library.opcheck(module._operator, given)
+
+
+def test_the_operator_is_exported():
+    q, k, v, pattern = draw(9, 11, 0.3)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, edges):
+            return edge_attention(q, k, v, edges)
+
+    edges = pattern.nonzero().T
+    exported = torch.export.export(Layer(), (q, edges), dynamic_shapes={"q": None, "edges": {1: torch.export.Dim("count", min=2)}})
+    for count in (edges.shape[1], 5):
+        torch.testing.assert_close(exported.module()(q, edges[:, :count]), edge_attention(q, k, v, edges[:, :count]))
+
+
+def test_candidates_are_checked():
+    q, k, v, pattern = draw(5, 5, 0.3)
+    edges = pattern.nonzero().T
+    with pytest.raises(ValueError, match="^candidates and absence come together"):
+        edge_attention(q, k, v, edges, candidates=edges)
+    with pytest.raises(ValueError, match="^absence must have shape"):
+        edge_attention(q, k, v, edges, candidates=edges, absence=torch.zeros(1))
+    with pytest.raises(ValueError, match="^candidates: the key must lie in 0..4, found 9 to 9"):
+        edge_attention(q, k, v, edges, candidates=torch.tensor([[0], [0], [9]]), absence=torch.zeros(1))

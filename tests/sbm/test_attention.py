@@ -11,6 +11,7 @@ from sparseattn.core.attention import PRESENCE_RULES, dense_attention, edge_atte
 from sparseattn.core.transformer import Encoder
 from sparseattn.sbm import attention as module
 from sparseattn.sbm.attention import (
+    _GRADIENTS,
     _SAMPLERS,
     cluster_rates,
     edge_cases,
@@ -19,6 +20,7 @@ from sparseattn.sbm.attention import (
     memberships,
     sbm_attention,
 )
+from sparseattn.sbm.gradients import estimate
 from sparseattn.sbm.sampling import bernoulli
 
 ALARM = 1e-4  # false-alarm rate of every statistical test; seeds are fixed
@@ -50,10 +52,11 @@ REAL = torch.arange(13)[None] < torch.tensor([[13], [8]])
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 40])
-@pytest.mark.parametrize("rule", PRESENCE_RULES)
+@pytest.mark.parametrize("rule", _GRADIENTS)
 def test_lists_equal_matrices(rule, window):
     model = draw()
     options = dict(edges=edges_of(model, REAL), mask=REAL, gradient=rule, window=window)
+    options |= dict(candidates=edges_of(model, REAL, seed=9)) if rule == "two-sided" else {}
     for fast, literal in zip(results(model, **options), results(model, impl="reference", **options), strict=True):
         torch.testing.assert_close(fast, literal, rtol=1e-10, atol=1e-10)
 
@@ -71,6 +74,50 @@ def test_the_drawn_matrix_equals_its_list(rule, window):
                      edges=info.extra["matrix"].flatten(0, 1).nonzero().T)
     for a, b in zip(matrix, listed, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ["fast", "reference"])
+@pytest.mark.parametrize("sampler", _SAMPLERS)
+def test_two_sided_is_the_rule_defined_in_47(sampler, impl):
+    """What each probability hears is what `estimate` gives for that mask and those candidates."""
+    model, every = draw(), torch.ones(2, 13, dtype=torch.bool)
+    first, second = (edges_of(model, every, seed=seed) for seed in (1, 2))
+    first = first[:, (first[0] != 2) | (first[1] != 4)]                      # a query without an edge
+    aim = torch.randn(2, 3, 13, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in model]
+    out = sbm_attention(*leaves, edges=first, candidates=second, gradient="two-sided", sampler=sampler, impl=impl)
+    found = torch.autograd.grad((out * aim).sum(), leaves)
+    q, k, v, *factors = (x.clone().requires_grad_() for x in model)
+    y, s, z = factors
+    p = (y @ s @ z.mT).flatten(0, 1)
+    masks = [torch.zeros(6, 13, 13, dtype=torch.bool).index_put(tuple(e), torch.tensor(True)) for e in (first, second)]
+    chance = p.detach() if sampler == "bernoulli" else -torch.expm1(-p.detach())
+    heard = estimate(lambda o: (o * aim.flatten(0, 1)).sum((2, 3)), *(x.flatten(0, 1) for x in (q, k, v)), masks[0][None],
+                     "two-sided", p=chance, candidates=masks[1][None])[0]
+    p.backward(heard)
+    for ours, literal in zip(found[3:], factors, strict=True):
+        torch.testing.assert_close(ours, literal.grad, rtol=1e-10, atol=1e-12)
+    plain = [x.clone().requires_grad_() for x in model]
+    rest = torch.autograd.grad((sbm_attention(*plain, edges=first, impl=impl) * aim).sum(), plain[:3])
+    for ours, other in zip(found[:3], rest, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dense", [0.0, 1.0], ids=["matrix", "list"])
+def test_two_sided_draws_its_candidates(dense, monkeypatch):
+    monkeypatch.setattr(module, "_DENSE", dense)
+    m, x = layer(gradient="two-sided", window=3), cloud()
+    mask = torch.arange(11)[None] < torch.tensor([[11], [6]])
+    first, second = (m(x, mask=mask, generator=torch.Generator().manual_seed(2)) for _ in range(2))
+    assert torch.equal(first, second)
+    first.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
+
+
+def test_memberships_are_not_negative():
+    q, k, v, y, s, z = draw()
+    with pytest.raises(ValueError, match="^y must hold finite numbers >= 0, found -"):
+        sbm_attention(q, k, v, -y, s, z)
 
 
 def test_window_is_what_it_says():

@@ -7,7 +7,8 @@ import torch
 from scipy import stats
 
 from sparseattn.sbm import sampling as module
-from sparseattn.sbm.sampling import bernoulli, fastrg, fastrg_cases
+from sparseattn.core.native import c_kernels
+from sparseattn.sbm.sampling import bernoulli, draw_edges, fastrg, fastrg_cases
 
 ALARM = 1e-4  # false-alarm rate of every statistical test; seeds are fixed
 
@@ -42,14 +43,20 @@ def p_value(found, mean, variance):
     return stats.chi2.sf(((found - mean).square() / variance).sum().item(), found.numel())
 
 
+needs_compiler = pytest.mark.skipif(c_kernels(module._SOURCE, torch.zeros(1)) is None, reason="needs a C compiler")
+FORMS = [pytest.param("fast", marks=needs_compiler), "composed"]
+
+
+@pytest.mark.parametrize("impl", FORMS)
 @pytest.mark.parametrize("factor", [0.3, 3, 40])
 @pytest.mark.parametrize("shape", [(7, 7, 2), (5, 11, 3), (12, 4, 1), (1, 6, 2), (6, 1, 2)])
 @pytest.mark.parametrize("simple", [False, True])
-def test_law(shape, factor, simple):
+def test_law(shape, factor, simple, impl):
     y, b, z = soft(*shape)
     b, repeats = b * factor, 1500
     rate = rate_of(y, b, z)
-    found = counted(fastrg(*repeated((y, b, z), repeats), duplicates=not simple, generator=generator()), *shape[:2])
+    edges = fastrg(*repeated((y, b, z), repeats), duplicates=not simple, generator=generator(), impl=impl)
+    found = counted(edges, *shape[:2])
     if simple:
         chance = 1 - torch.exp(-rate)
         keep = (repeats * (1 - chance) > 5) & (repeats * chance > 5)  # where the chi-square law is a good approximation
@@ -60,27 +67,112 @@ def test_law(shape, factor, simple):
         assert keep.any() and p_value(found[keep], (repeats * rate)[keep], (repeats * rate)[keep]) > ALARM
 
 
-@pytest.mark.parametrize("way", ["search", "alias", "pairs"])
-def test_the_ways_are_taken(way, monkeypatch):
+@pytest.mark.parametrize("way", ["search", "pairs"])
+def test_the_composed_ways_are_taken(way, monkeypatch):
     taken = []
-    for name in ("_search", "_alias", "_pairs"):
+    for name in ("_search", "_pairs"):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, name=name, f=original, **k: (taken.append(name), f(*a, **k))[1])
     y, b, z = soft(30, 30, 2)
-    factor = {"search": 0.01, "alias": 30, "pairs": 30}[way]
-    fastrg(y, b * factor, z, duplicates=way == "alias", generator=generator())
-    assert f"_{way}" in taken
+    edges = fastrg(y, b * {"search": 0.01, "pairs": 30}[way], z, generator=generator(), impl="composed")
+    assert f"_{way}" in taken and edges.shape[1]
 
 
-def test_alias_tables_hold_the_weights():
-    g = generator()
-    for rows, m in ((1, 1), (3, 2), (4, 100), (2, 5)):
-        weights = torch.rand(rows, m, generator=g, dtype=torch.float64) ** 6
-        weights[:, m // 2 :] *= (torch.rand(rows, m - m // 2, generator=g) < 0.7)
+def wrapped(kernels, calls):
+    def call(name, *given):
+        calls.append((name, given))
+        return kernels(name, *given)
+    return call
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["tries", "tables", "pairs"])
+def test_the_fast_ways_are_taken(way, monkeypatch):
+    calls, found = [], c_kernels(module._SOURCE, torch.zeros(1, dtype=torch.float64))
+    monkeypatch.setattr(module, "c_kernels", lambda *_: wrapped(found, calls))
+    y, b, z = soft(30, 30, 2)
+    b = b * {"tries": 0.01, "tables": 30, "pairs": 300}[way]
+    fastrg(y, b, z, duplicates=way == "tables", generator=generator())
+    given = dict(calls)
+    tables, factors = given["tables"][4], given["draw"][7]
+    assert bool(tables) is (way == "tables") and bool((factors == 0).all()) is (way == "pairs")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_alias_tables_hold_the_weights(dtype):
+    g, kernels = generator(), c_kernels(module._SOURCE, torch.zeros(1, dtype=dtype))
+    for rows, m in ((1, 1), (3, 2), (4, 100), (2, 5), (2, 5000)):
+        weights = torch.rand(rows, m, generator=g, dtype=dtype) ** 6
+        weights[:, m // 2 :] *= torch.rand(rows, m - m // 2, generator=g) < 0.7
         weights[:, 0] += 1e-3
-        share, other = module._alias_tables(weights)
-        held = share.clone().index_add_(0, other, 1 - share).view(rows, m) / m
-        torch.testing.assert_close(held, weights / weights.sum(1, keepdim=True), rtol=0, atol=1e-12)
+        cells, where = torch.empty(rows, m, dtype=torch.int64), torch.arange(rows)
+        kernels("tables", weights, where, weights.double().sum(1), cells, rows, m, 1)
+        share, other = (cells >> 32 & 2**32 - 1).double() / 2**32, cells & 2**32 - 1
+        held = share.clone().scatter_add_(1, other, 1 - share) / m
+        torch.testing.assert_close(held, weights.double() / weights.double().sum(1, keepdim=True), rtol=0, atol=2e-9)
+        assert not held[weights == 0].any()
+
+
+@needs_compiler
+def test_space_that_does_not_suffice_is_enlarged(monkeypatch):
+    y, b, z = soft(40, 70, 3)
+    right = draw_edges(y @ b * 5, z, "counts", generator=generator())
+    plan = module._plan
+    monkeypatch.setattr(module, "_plan", lambda *a: (f := plan(*a), (f[0], f[1] * 0, f[2]))[1])
+    assert right.shape[1] > 16 * 40 and torch.equal(right, draw_edges(y @ b * 5, z, "counts", generator=generator()))
+
+
+@needs_compiler
+def test_a_seed_gives_one_graph_with_any_number_of_threads():
+    model = soft(300, 200, 5)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append([f(*model, generator=generator()) for f in (fastrg, bernoulli)])
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("density", [0.03, 0.3])
+@pytest.mark.parametrize("law", module._LAWS)
+def test_law_at_the_papers_size(law, density):
+    "400 points, 128 clusters, 64 graphs; pairs in groups of rows and columns modulo 20."
+    g, (graphs, n, k) = generator(7), (64, 400, 128)
+    y, z = (torch.rand(graphs, n, k, generator=g) for _ in range(2))
+    a = y @ (torch.rand(k, k, generator=g) * density / (k * k / 8))
+    graph, i, j = draw_edges(a, z, law, generator=g)
+    rate, group = (a @ z.mT).double(), torch.arange(n) % 20
+    chance = rate if law != "simple" else -torch.expm1(-rate)
+    noise = chance if law == "counts" else chance * (1 - chance)
+    mean, noise = (x.sum(0).view(20, 20, 20, 20).sum((0, 2)).flatten() for x in (chance, noise))
+    assert p_value(torch.bincount(group[i] * 20 + group[j], minlength=400).double(), mean, noise) > ALARM
+    per_graph = chance.sum((1, 2)), (chance if law == "counts" else chance * (1 - chance)).sum((1, 2))
+    assert p_value(torch.bincount(graph, minlength=64).double(), *per_graph) > ALARM
+    if law != "counts":
+        assert ((graph * n + i) * n + j).diff().min() > 0
+
+
+@needs_compiler
+def test_many_points():
+    "More points than the bits of one index word, and blocks of few rows."
+    y, b, z = soft(50, 9000, 3)
+    for law in ("simple", "bernoulli"):
+        i, j = draw_edges(y @ b * 0.2, z, law, generator=generator())
+        rate = rate_of(y, b, z) * 0.2
+        chance = rate if law == "bernoulli" else -torch.expm1(-rate)
+        assert p_value(torch.bincount(i, minlength=50).double(), chance.sum(1), (chance * (1 - chance)).sum(1)) > ALARM
+        found, chance, j = (torch.bincount(j // 100, minlength=90).double(), chance.view(50, 90, 100).sum((0, 2)), j)
+        assert p_value(found, chance, chance) > ALARM and j.max() > 8900
+
+
+def test_hard_clusters_with_certain_edges():
+    "Blocks of ones: bounds of rows reach 1, and the other pairs must stay away."
+    y = torch.eye(4).repeat_interleave(30, 0)
+    for impl in ("fast", "composed", "reference"):
+        i, j = bernoulli(y, torch.eye(4), y, impl=impl)
+        assert len(i) == 4 * 30 * 30 and (i // 30 == j // 30).all()
 
 
 def test_zero_rates_never_draw():
@@ -125,7 +217,7 @@ def test_generator_fixes_the_draw():
     assert not torch.equal(fastrg(*model, generator=generator(3)), fastrg(*model, generator=generator(4)))
 
 
-@pytest.mark.parametrize("impl", ["fast", "reference"])
+@pytest.mark.parametrize("impl", ["fast", "composed", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_output_form(impl, dtype):
     y, b, z = (x.to(dtype) for x in soft(10, 12, 3))
@@ -200,8 +292,10 @@ def test_bad_options():
 def test_cases_draw_the_same_model():
     cases = fastrg_cases(300, 0.05, clusters=8)
     sizes = {name: sum(case().shape[1] for _ in range(5)) / 5 for name, case in cases.items()}
-    expected = 300**2 * 0.05  # of the rates; simple graphs lose a little
-    assert all(0.9 * expected < size < expected for size in sizes.values())
+    expected = 300**2 * 0.05  # of the rates; simple graphs lose a little, "bernoulli" nothing
+    noise = stats.norm.isf(ALARM) * math.sqrt(expected / 5)
+    assert all(0.9 * expected < size < expected + noise for size in sizes.values())
+    assert max(sizes["straightforward"], sizes["fastrg"]) < expected
 
 
 BERNOULLI = {
@@ -212,7 +306,7 @@ BERNOULLI = {
 }
 
 
-@pytest.mark.parametrize("impl", ["fast", "reference"])
+@pytest.mark.parametrize("impl", ["fast", "composed", "reference"])
 @pytest.mark.parametrize("case", BERNOULLI)
 def test_bernoulli_law(case, impl):
     model, repeats = BERNOULLI[case](*soft(40, 60, 3)), 1500
