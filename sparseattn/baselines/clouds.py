@@ -323,21 +323,21 @@ class SMYRFAttention(_PointAttention):
         width = self.width + (1 if self.kernel == "hept" else 0)
         return 4 * n * self.directions[0].numel() + 2 * self._weights(n) * (width + self.head_dim)
 
-# %% ../../nbs/baselines/38_clouds.ipynb #11e99388
+# %% ../../nbs/baselines/38_clouds.ipynb #7b301d95
 @register_attention("smyrf_k")
 class SMYRFKernelAttention(SMYRFAttention):
     """`SMYRFAttention` with HEPT's kernel, "SMYRF-k" of HEPT's Table 1.
 
     Args:
-        dim, heads, coord_dims, options: see `SMYRFAttention`.
+        dim, heads, coord_dims, head_dim, options: see `SMYRFAttention`.
 
     Example:
         >>> SMYRFKernelAttention(16, 4, coord_dims=2)(torch.randn(2, 10, 16), torch.rand(2, 10, 2)).shape
         torch.Size([2, 10, 16])
     """
 
-    def __init__(self, dim: int, heads: int, *, coord_dims: int, **options):
-        super().__init__(dim, heads, kernel="hept", coord_dims=coord_dims, **options)
+    def __init__(self, dim: int, heads: int, *, coord_dims: int, head_dim: int | None = None, **options):
+        super().__init__(dim, heads, kernel="hept", coord_dims=coord_dims, head_dim=head_dim, **options)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #80dc6e21
 def scatterbrain_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -717,21 +717,21 @@ class FlatFormerAttention(_PointAttention):
     def _flops(self, n):
         return 2 * self._weights(n) * (self.width + (1 if self.kernel == "hept" else 0) + self.head_dim)
 
-# %% ../../nbs/baselines/38_clouds.ipynb #61b0bb85
+# %% ../../nbs/baselines/38_clouds.ipynb #00647830
 @register_attention("flatformer_k")
 class FlatFormerKernelAttention(FlatFormerAttention):
     """`FlatFormerAttention` with HEPT's kernel, "FlatFormer-k" of HEPT's Table 1.
 
     Args:
-        dim, heads, coord_dims, options: see `FlatFormerAttention`.
+        dim, heads, coord_dims, head_dim, options: see `FlatFormerAttention`.
 
     Example:
         >>> FlatFormerKernelAttention(16, 4, coord_dims=2)(torch.randn(2, 10, 16), torch.rand(2, 10, 2)).shape
         torch.Size([2, 10, 16])
     """
 
-    def __init__(self, dim: int, heads: int, *, coord_dims: int, **options):
-        super().__init__(dim, heads, kernel="hept", coord_dims=coord_dims, **options)
+    def __init__(self, dim: int, heads: int, *, coord_dims: int, head_dim: int | None = None, **options):
+        super().__init__(dim, heads, kernel="hept", coord_dims=coord_dims, head_dim=head_dim, **options)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #245fcd44
 def vector_attention(scores_q: Float[Tensor, "b n c"], scores_k: Float[Tensor, "b n c"], values: Float[Tensor, "b n c"],

@@ -18,7 +18,7 @@ from scipy.spatial import cKDTree
 from torch import Tensor, nn
 
 from ..core.attention import checked_cloud, hide_masked
-from ..core.transformer import Encoder
+from ..core.transformer import Encoder, takes_option
 
 # %% ../../nbs/hept/33_models.ipynb #12cebedf
 class EmbeddingHead(nn.Module):
@@ -57,7 +57,9 @@ class HEPTModel(nn.Module):
         coord_dims: coordinates of a point.
         outputs: channels of the embedding.
         dim, depth, heads: width, layers, heads; each head is `dim` wide.
-        attention: a registered mechanism, "hept" or "dense".
+        attention: a registered mechanism, see `sparseattn.attentions()`; it is told the coordinates if it asks for them.
+        positions: add a learned code of the coordinates to the input of the layers, for mechanisms that do not know
+            places (Sec 6.2); released, every layer has a code of its own.
         dropout: probability.
         options: passed to the attention, e.g. `tables`, `block_size`, `regions`, `combine`.
 
@@ -67,19 +69,24 @@ class HEPTModel(nn.Module):
     """
 
     def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, dim: int = 24, depth: int = 4,
-                 heads: int = 8, attention: str = "hept", dropout: float = 0.1, **options):
+                 heads: int = 8, attention: str = "hept", dropout: float = 0.1, positions: bool = False, **options):
         super().__init__()
         self.features, self.coord_dims = features, coord_dims
         self.encode = nn.Sequential(nn.Linear(features, dim), nn.ReLU(), nn.Linear(dim, dim))
-        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout, head_dim=dim,
-                               coord_dims=coord_dims, **options)
+        self.place = None
+        if positions:
+            self.place = nn.Sequential(nn.Linear(coord_dims, dim), nn.LayerNorm(dim), nn.ReLU(), nn.Linear(dim, dim))
+        known = {"head_dim": dim, "coord_dims": coord_dims}
+        known = {name: value for name, value in known.items() if takes_option(attention, name)}
+        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout, **known | options)
         self.head = EmbeddingHead(dim * (depth + 1), outputs, dropout=dropout)
 
     def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"],
                 mask: Bool[Tensor, "b n"] | None = None, **draw) -> Float[Tensor, "b n o"]:
         """Embeddings; masked points return 0. `draw`: passed to every attention, see `Encoder`."""
         x, coords = checked_cloud(x, coords, mask, self.features)
-        layers = self.encoder(self.encode(x), coords, mask, all_layers=True, **draw)
+        x = self.encode(x) if self.place is None else self.encode(x) + self.place(coords.to(x.dtype))
+        layers = self.encoder(x, coords, mask, all_layers=True, **draw)
         return hide_masked(self.head(torch.cat(layers, -1)), mask)
 
 # %% ../../nbs/hept/33_models.ipynb #66d5d1f3

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import sparseattn
 from sparseattn.data.cache import data_path, have_data
 from sparseattn.hept.models import (
     EmbeddingHead,
@@ -49,6 +50,18 @@ def seed():
 
 def small(**options):
     return HEPTModel(15, 6, **{**dict(dim=8, depth=2, heads=2, block_size=10), **options}).eval()
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("name", sparseattn.attentions())
+def test_every_attention_makes_a_model(name, positions):
+    needs = {"linformer": dict(max_length=33, rank=4), "point_transformer": dict(k=4)}.get(name, {})
+    model = HEPTModel(15, 6, dim=8, depth=1, heads=2, attention=name, positions=positions, **needs).eval()
+    x, coords, mask = inputs()
+    out = model(x, coords, mask)
+    assert out.shape == (2, 33, 12) and out.isfinite().all() and not out[~mask].any()
+    if positions:
+        assert not torch.equal(model(x, coords + torch.rand(6), mask), out)
 
 
 def inputs(n=33):
