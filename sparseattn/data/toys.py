@@ -115,7 +115,7 @@ def associations(batch: int, length: int = 256, facts: int = 8, queries: int = 6
                  generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """A fresh batch of facts, questions about them, and hay, in random order.
 
-    After multi-query associative recall, Zoology (arXiv 2312.04927), Sec 3; here key and value are one token, and the
+    After multi-query associative recall, Zoology (arXiv 2312.04927); here key and value are one token, and the
     places of tokens say nothing.
 
     Args:

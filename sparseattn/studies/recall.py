@@ -60,6 +60,8 @@ METHODS |= {
     "Nystromformer": dict(attention="nystrom"),
     "SBM, fastRG": dict(attention="sbm", sampler="fastrg"),
     "Reformer": dict(attention="reformer"),
+    "SBM, released gradient": dict(attention="sbm", gradient="weight"),
+    "SBM, gradient of removal": dict(attention="sbm", gradient="removal"),
 }
 
 # %% ../../nbs/atlas/95_recall.ipynb #95rows02

@@ -54,8 +54,7 @@ SIZE = {"linformer": "rank", "performer": "features", "nystrom": "landmarks", "r
 
 def network(row, setting, data):
     """A network of one layer and one head, as wide as SBM attention makes it."""
-    n, options = setting["length"], dict(ROWS[row])
-    options.pop("batch", None)
+    n, options = setting["length"], {k: v for k, v in ROWS[row].items() if k not in ("batch", "seeds")}
     name, share = options.pop("attention"), options.pop("share", None)
     options |= {SIZE[name]: max(1, int(share * n))} if share else {"clusters": n // 2} if name == "sbm" else {}
     hidden, sizes = 32, dict(dim=32, heads=1, hidden=32, head_dim=32)
