@@ -35,10 +35,11 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     pip install $TORCH_SPEC
 fi
 constraints=$(mktemp)
-trap 'rm -f "$constraints"' EXIT
+trap 'rm -f "$constraints" "$constraints.all"' EXIT
 grep -v '^torch==' constraints.txt >"$constraints" # torch is chosen above
-echo "set-up: installing sparseattn and its notebooks, mol, dev extras (minutes)"
-pip install -c "$constraints" -e '.[notebooks,mol,dev]'
+if .venv/bin/python -c 'import triton' 2>/dev/null; then sed -i.all '/^triton==/d' "$constraints"; fi # a build for CUDA brings its own
+echo "set-up: installing sparseattn and its notebooks, mol, dev, gpu extras (minutes)"
+pip install -c "$constraints" -e '.[notebooks,mol,dev,gpu]'
 hep=$(sed -n 's/^hep_requirements *= *//p' settings.ini)
 # shellcheck disable=SC2086
 pip install -c "$constraints" --only-binary=:all: $hep 2>/dev/null ||

@@ -585,10 +585,11 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     check_scale(scale)
     _check_collectors(edges, presence, candidates, absence, (batch * heads, n, m))
     scale = d**-0.5 if scale is None else scale
-    if q.dtype in (torch.float16, torch.bfloat16):
+    compiling, all_pairs = torch.compiler.is_compiling(), _ALL_PAIRS * batch * heads * n * m
+    whole = impl == "reference" or not compiling and edges.shape[1] > all_pairs
+    if q.dtype in (torch.float16, torch.bfloat16) and (whole or transformed(q, k, v) or not _on_gpu(q)):
         q, k, v = q.float(), k.float(), v.float()
-    compiling = torch.compiler.is_compiling()
-    if impl == "reference" or not compiling and edges.shape[1] > _ALL_PAIRS * batch * heads * n * m:
+    if whole:
         check_qkv(q, k, v)
         return _on_all_pairs(q, k, v, edges, presence, rule, candidates, absence, scale, impl).to(dtype)
     rows = [x.flatten(0, 2) for x in (q, k, v)]
@@ -852,10 +853,23 @@ def _composed_on_list(q, k, v, presence, absence, row, column, absent_row, absen
     share = torch.sigmoid(score - log_total[absent_row])
     return out + added((absence * share)[:, None] * (v[absent_column] - plain[absent_row]), absent_row)
 
+# %% ../../nbs/core/00_attention.ipynb #sbm00g01
+def _has_triton():
+    from .points import has_triton
+    return has_triton()
+
+
+def _on_gpu(x):
+    "Whether the programs of `09_gpu` serve a tensor; half precision is theirs to widen."
+    return x.is_cuda and _has_triton()
+
 # %% ../../nbs/core/00_attention.ipynb #ea16fe12
 def _softmax_on_list(q, k, v, row, column, scale):
     "Output, logarithm of the summed weights, and for the gradient: starts of rows, weights, their sums, scores."
     starts = _starts(row, len(q))
+    if _on_gpu(q):
+        from . import gpu
+        return *gpu.attend(q, k, v, starts, column, scale), starts, None, None, None
     scores = _products(starts, column, q, k, scale)
     w, largest = scores, 0
     if len(scores) and max(map(abs, (x.item() for x in scores.aminmax()))) > _LARGE:
@@ -870,6 +884,8 @@ def _softmax_on_list(q, k, v, row, column, scale):
 # %% ../../nbs/core/00_attention.ipynb #sbm00a06
 def _list_gradients(grad, q, k, v, row, column, out, log_total, kept, scale, rule):
     "Gradients by q, k, v, and, if there is a rule, by presence."
+    if _on_gpu(q):
+        return _gradients_on_gpu(grad, q, k, v, row, column, out, log_total, scale, rule)
     starts, w, total, scores = kept or _kept(q, k, row, column, log_total, scale)
     grad = grad / total
     pair = torch.cat([grad, -(grad * out).sum(1, keepdim=True)], 1)
@@ -893,9 +909,25 @@ def _kept(q, k, row, column, log_total, scale):
 
 def _absence_gradient(grad, q, k, v, out, log_total, row, column, scale):
     starts = _starts(row, len(q))
+    if _on_gpu(q):
+        from . import gpu
+        score, change = gpu.changes(q, k, v, starts, column, out, log_total, grad, scale)
+        return torch.sigmoid(score - log_total[row]) * change
     share = torch.sigmoid(_products(starts, column, q, k, scale) - log_total[row])
     pair = torch.cat([grad, -(grad * out).sum(1, keepdim=True)], 1)
     return share * _products(starts, column, pair, torch.cat([v, v.new_ones(len(v), 1)], 1))
+
+# %% ../../nbs/core/00_attention.ipynb #sbm00g02
+def _gradients_on_gpu(grad, q, k, v, row, column, out, log_total, scale, rule):
+    "As `_list_gradients`, by the programs of `09_gpu`."
+    from . import gpu
+    starts, transposed = _starts(row, len(q)), _transposed(row, column, len(k))
+    *found, scores, change = gpu.attend_backward(q, k, v, starts, column, transposed, out, log_total, grad, scale)
+    if rule is None:
+        return *found, None
+    share, alone = (scores - log_total[row]).exp(), (starts.diff() == 1)[row]
+    value = change + (grad * out).sum(1)[row]               # the edge's value times the gradient
+    return *found, _presence_gradient(rule, share * change, scores, share, alone, value)
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00a08
 class _EdgeAttention(torch.autograd.Function):
@@ -951,7 +983,7 @@ def _operator(q: Tensor, k: Tensor, v: Tensor, presence: Tensor | None, absence:
 
 @_operator.register_fake
 def _(q, k, v, *_):
-    return q.new_empty(len(q), v.shape[1]), q.new_empty(len(q))
+    return q.new_empty(len(q), v.shape[1]), q.new_empty(len(q), dtype=torch.promote_types(q.dtype, torch.float32))
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00a11
 @torch.library.custom_op("sparseattn::edge_attention_backward", mutates_args=())

@@ -297,7 +297,8 @@ def test_forms_agree_with_candidates_and_in_second_derivatives(rule):
     def second(impl):
         ones, zeros = q.new_ones(edges.shape[1]), q.new_zeros(candidates.shape[1])
         leaves = [x.clone().requires_grad_() for x in (q, k, v, ones, zeros)]
-        out = edge_attention(*leaves[:3], edges, presence=leaves[3], rule=rule, candidates=candidates, absence=leaves[4], impl=impl)
+        options = dict(presence=leaves[3], rule=rule, candidates=candidates, absence=leaves[4], impl=impl)
+        out = edge_attention(*leaves[:3], edges, **options)
         first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
         return *first, *torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)
 
@@ -318,7 +319,7 @@ def test_the_operator(low):
         return edge_attention(q, k, v, edges, presence=ones, rule="removal", candidates=candidates, absence=zeros)
 
     def found(f):
-        leaves = [x.to(dtype).clone().requires_grad_() for x in (q, k, v)] + [x.clone().requires_grad_() for x in (ones, zeros)]
+        leaves = [x.clone().requires_grad_() for x in (*(x.to(dtype) for x in (q, k, v)), ones, zeros)]
         out = f(*leaves, edges, candidates)
         return out, *torch.autograd.grad(out.sin().sum(), leaves)
 
@@ -328,8 +329,8 @@ def test_the_operator(low):
         torch.testing.assert_close(a, b, rtol=2e-2 if low else 1e-10, atol=2e-2 if low else 1e-12)
     if not low:
         rows = [x.flatten(0, 2).clone().requires_grad_() for x in (q, k, v)]
-        given = *rows, ones.clone().requires_grad_(), zeros.clone().requires_grad_(), edges, candidates, 9, 11, 0.3, "score"
-        torch.library.opcheck(module._operator, given)
+        collectors = (x.clone().requires_grad_() for x in (ones, zeros))
+        torch.library.opcheck(module._operator, (*rows, *collectors, edges, candidates, 9, 11, 0.3, "score"))
 
 
 def test_the_operator_is_exported():
@@ -340,7 +341,8 @@ def test_the_operator_is_exported():
             return edge_attention(q, k, v, edges)
 
     edges = pattern.nonzero().T
-    exported = torch.export.export(Layer(), (q, edges), dynamic_shapes={"q": None, "edges": {1: torch.export.Dim("count", min=2)}})
+    shapes = {"q": None, "edges": {1: torch.export.Dim("count", min=2)}}
+    exported = torch.export.export(Layer(), (q, edges), dynamic_shapes=shapes)
     for count in (edges.shape[1], 5):
         torch.testing.assert_close(exported.module()(q, edges[:, :count]), edge_attention(q, k, v, edges[:, :count]))
 

@@ -92,8 +92,9 @@ def test_two_sided_is_the_rule_defined_in_47(sampler, impl):
     p = (y @ s @ z.mT).flatten(0, 1)
     masks = [torch.zeros(6, 13, 13, dtype=torch.bool).index_put(tuple(e), torch.tensor(True)) for e in (first, second)]
     chance = p.detach() if sampler == "bernoulli" else -torch.expm1(-p.detach())
-    heard = estimate(lambda o: (o * aim.flatten(0, 1)).sum((2, 3)), *(x.flatten(0, 1) for x in (q, k, v)), masks[0][None],
-                     "two-sided", p=chance, candidates=masks[1][None])[0]
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    heard = estimate(lambda o: (o * aim.flatten(0, 1)).sum((2, 3)), *rows, masks[0][None], "two-sided", p=chance,
+                     candidates=masks[1][None])[0]
     p.backward(heard)
     for ours, literal in zip(found[3:], factors, strict=True):
         torch.testing.assert_close(ours, literal.grad, rtol=1e-10, atol=1e-12)

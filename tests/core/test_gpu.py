@@ -1,0 +1,135 @@
+"""Attention on a list of edges on a GPU: programs give what torch does, and compile for NVIDIA."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sparseattn.core import attention
+from sparseattn.core.attention import PRESENCE_RULES, edge_attention
+
+pytest.importorskip("triton", reason="needs Triton, the extra named gpu")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU in Triton's interpreter, see conftest.py
+
+
+def given(n, m, density, widths=(5, 7), dtype=torch.float64, seed=0, size=1.0):
+    "Queries, keys, values and a list whose first query and key have no edge."
+    g = torch.Generator().manual_seed(seed)
+    shapes = (n, widths[0]), (m, widths[0]), (m, widths[1])
+    q, k, v = (torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in shapes)
+    pattern = torch.rand(n, m, generator=g) < density
+    pattern[0], pattern[:, 0] = False, False
+    row, column = (x.to(DEVICE) for x in pattern.nonzero().T)
+    return (q * size, k * size, v), row, column.int(), torch.randn(n, widths[1], generator=g).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n, m, density, size", [(1, 1, 0.0, 1), (3, 9, 1.0, 1), (5, 90, 0.9, 1), (12, 20, 0.2, 30)])
+def test_equals_the_composed_form(n, m, density, size, dtype):
+    from sparseattn.core import gpu
+
+    rows, row, column, grad = given(n, m, density, dtype=dtype, size=size)
+    leaves = [x.double().requires_grad_() for x in rows]
+    literal = attention._composed_on_list(*leaves, None, None, row, column, None, None, 0.3, "weight")
+    expected = literal, *torch.autograd.grad(literal, leaves, grad.double())
+    starts, transposed = attention._starts(row, n), attention._transposed(row, column, m)
+    out, log_total = gpu.attend(*rows, starts, column, 0.3)
+    found = out, *gpu.attend_backward(*rows, starts, column, transposed, out, log_total, grad, 0.3)[:3]
+    tolerance = 1e-11 if dtype == torch.float64 else 2e-4 if size > 1 else 5e-6
+    for ours, exact in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
+    assert not out[0].any() and log_total[0] == -torch.inf
+
+
+def test_half_precision_is_computed_in_float32():
+    from sparseattn.core import gpu
+
+    (q, k, v), row, column, _ = given(9, 30, 0.5, dtype=torch.float16)
+    starts = attention._starts(row, 9)
+    out, log_total = gpu.attend(q, k, v, starts, column, 0.3)
+    exact, total = gpu.attend(q.float(), k.float(), v.float(), starts, column, 0.3)
+    assert out.dtype == torch.float16 and log_total.equal(total)
+    torch.testing.assert_close(out.float(), exact, rtol=2e-3, atol=1e-4)  # one rounding, at the end
+
+
+@pytest.mark.parametrize("rule", PRESENCE_RULES)
+def test_the_function_takes_them(rule, monkeypatch):
+    "Outputs and gradients by queries, keys, values, presence and absence, as on a GPU, with lists in any order."
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 3, size, 4, generator=g, dtype=torch.float64).to(DEVICE) for size in (9, 11, 11))
+    pattern = torch.rand(6, 9, 11, generator=g) < 0.15
+    pattern[0, 0] = False
+    others = (torch.rand(6, 9, 11, generator=g) < 0.2) & ~pattern
+    orders = [torch.randperm(int(x.sum()), generator=g) for x in (pattern, others)]
+    edges, candidates = (x.nonzero().T[:, order].to(DEVICE) for x, order in zip((pattern, others), orders, strict=True))
+    found = []
+    for on_gpu in (True, False):
+        monkeypatch.setattr(attention, "_on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
+        collectors = q.new_ones(edges.shape[1]), q.new_zeros(candidates.shape[1])
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, *collectors)]
+        options = dict(presence=leaves[3], absence=leaves[4], candidates=candidates, rule=rule)
+        out = edge_attention(*leaves[:3], edges, **options)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-11)
+
+
+def test_a_run_repeats_bit_by_bit():
+    from sparseattn.core import gpu
+
+    rows, row, column, grad = given(4, 70, 0.9, dtype=torch.float32)
+    starts, transposed = attention._starts(row, 4), attention._transposed(row, column, 70)
+
+    def results():
+        out, total = gpu.attend(*rows, starts, column, 0.3)
+        return gpu.attend_backward(*rows, starts, column, transposed, out, total, grad, 0.3)
+
+    assert all(map(torch.equal, results(), results()))
+
+
+COMPILED = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sparseattn.core import gpu
+
+types = dict(starts="*i32", column="*i32", row="*i32", order="*i64")
+for half, processor in ((False, 80), (True, 90)):
+    rows = dict.fromkeys(("q", "k", "v", "out", "grad", "to_q", "to_k", "to_v"), "*bf16" if half else "*fp32")
+    for kernel in (gpu._forward, gpu._backward_queries, gpu._backward_keys):
+        constants = dict(SCALE=0.125, D=48, E=64, D_ALL=64, E_ALL=64, REAL=tl.float32, EDGES=64, SUMMED=True)
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        known = types | rows | dict.fromkeys(constants, "constexpr")
+        names = {name: known.get(name, "*fp32") for name in kernel.arg_names}
+        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        triton.compile(ASTSource(kernel, signature=names, constexprs=places), target=GPUTarget("cuda", processor, 32))
+print("compiled")
+"""
+
+
+def test_compiles_for_two_generations_of_processors(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    if "ptxas" in run.stderr and "not found" in run.stderr.lower():
+        pytest.skip("Triton came without NVIDIA's assembler")
+    assert run.stdout == "compiled\n", run.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype):
+    "A list of the size of a layer, against all pairs in float64."
+    g = torch.Generator(DEVICE).manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 500, 64, generator=g, device=DEVICE, dtype=dtype)
+    edges = (torch.rand(8, 500, 500, generator=g, device=DEVICE) < 0.02).nonzero().T
+    found = []
+    for impl, wide in (("fast", dtype), ("reference", torch.float64)):
+        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
+        out = edge_attention(*leaves, edges, impl=impl)
+        found.append([out, *torch.autograd.grad(out.float().sin().sum(), leaves)])
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
