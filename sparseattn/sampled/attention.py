@@ -123,7 +123,7 @@ def _attend_in_c(kernels, diagnose, q, k, v, order, count, form, scale):
         diagnose()
     return out, share
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51cpass2
 def _attend_backward_in_c(kernels, q, k, v, order, count, share, form, scale, grad):
     "`_attend_backward`."
     to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
@@ -148,16 +148,22 @@ def _forms(x, diagnose=None):
     return functools.partial(_attend_in_c, kernels, diagnose), functools.partial(_attend_backward_in_c, kernels)
 
 # %% ../../nbs/sampled/51_attention.ipynb #51autfn1
+def _output(q, k, v, order, count, scale, diagnose):
+    "Output (b, h, n, d), what the gradient needs, and the form of the rows."
+    *rows, form = _flat(q, k, v)
+    out, share = _forms(q, diagnose)[0](*rows, order, count, form, scale)
+    return _unflatten(out, form), (*rows, order, count, share), form
+
+# %% ../../nbs/sampled/51_attention.ipynb #51autfn2
 class _CycleAttention(torch.autograd.Function):
     "The output, with its gradient."
 
     @staticmethod
     def forward(ctx, q, k, v, order, count, scale, diagnose):
-        *rows, form = _flat(q, k, v)
-        out, share = _forms(q, diagnose)[0](*rows, order, count, form, scale)
-        ctx.save_for_backward(q, k, v, *rows, order, count, share)
+        out, saved, form = _output(q, k, v, order, count, scale, diagnose)
+        ctx.save_for_backward(q, k, v, *saved)
         ctx.rest = form, scale
-        return _unflatten(out, form)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
@@ -192,7 +198,7 @@ def _(q, k, v, *_):
 def _(q, k, v, *_):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51opfn03
 def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:5], output[1])
     ctx.rest = inputs[5:]
@@ -206,6 +212,12 @@ _operator.register_autograd(_differentiate, setup_context=_keep)
 _operator.register_autocast("cpu", torch.float32)
 
 # %% ../../nbs/sampled/51_attention.ipynb #692529dd
+def _compiled(q, k, v, order, count, scale):
+    "`_composed`, by the operator."
+    *rows, form = _flat(q, k, v)
+    return _unflatten(_operator(*rows, order, count, *form[1:], scale)[0], form)
+
+# %% ../../nbs/sampled/51_attention.ipynb #51cycfn2
 def _cycle_attention(q, k, v, order, scale, mask, diagnose=None):
     "`order` (r, s, n), checked unless a kernel will look at it: with a mask, or without kernels."
     dtype, scale = q.dtype, q.shape[3] ** -0.5 if scale is None else scale
@@ -218,15 +230,11 @@ def _cycle_attention(q, k, v, order, scale, mask, diagnose=None):
         out = _composed(*arguments)
     elif torch.compiler.is_compiling():
         out = _compiled(*arguments)
-    else:
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _CycleAttention.apply(*arguments, diagnose)
+    else:
+        out = _output(*arguments, diagnose)[0]
     return _clear(out.to(dtype), mask)
-
-
-def _compiled(q, k, v, order, count, scale):
-    "`_composed`, by the operator."
-    *rows, form = _flat(q, k, v)
-    return _unflatten(_operator(*rows, order, count, *form[1:], scale)[0], form)
 
 # %% ../../nbs/sampled/51_attention.ipynb #8a1db469
 def _check_input(q, k, v, order, mask, impl, scale):
@@ -237,7 +245,7 @@ def _check_input(q, k, v, order, mask, impl, scale):
     _check_order_fits(order, q)
     check_choice("impl", impl, ("fast", "reference"))
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51chkfn2
 def _check_order_fits(order, q):
     _check_order_form("order", order, q.shape[2])
     if order.shape[:-1] not in ((), q.shape[:1], q.shape[:2]):
@@ -364,7 +372,7 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
     check_qkv(q, k, v, mask)
     return _window_attention(q, k, v, _three(order), window, scale, mask)
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51winfn2
 def _windows_as_matrix(order, window, mask, q):
     "The pattern of every cloud and head, by `opening_pattern` on its real points."
     batch, heads, n, _ = q.shape
@@ -376,7 +384,7 @@ def _windows_as_matrix(order, window, mask, q):
         pattern[b, h, kept[:, None], kept] = opening_pattern(places, window)
     return pattern
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51winfn3
 def _window_attention(q, k, v, order, window, scale, mask):
     "`order` (r, s, n)."
     order, keys, counts = _windows(order, window, mask)
@@ -651,7 +659,7 @@ def _of_two(q, keys, values):
     scores = torch.einsum("bhnd,bhnsd->bhns", q, keys) * q.shape[3] ** -0.5
     return torch.einsum("bhns,bhnsd->bhnd", scores.softmax(-1), values)
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51indfn1
 def _indexed(q, k, v, order):
     both = _both(order)
     return _of_two(q, k[:, :, both], v[:, :, both])
@@ -668,55 +676,73 @@ def _compiled_cycle():
     return torch.compile(cycle_attention, dynamic=True, fullgraph=True)
 
 # %% ../../nbs/sampled/51_attention.ipynb #cb4cc77a
-def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False, compiled: bool = False,
-                device: str | torch.device = "cpu") -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`: gather, indexing, cycle, dense, a copy of the floor's bytes.
+def _timed(form, q, k, v, order, backward):
+    "A call without arguments; with `backward` it gives the gradients of queries, keys and values."
+    if not backward:
+        return torch.no_grad()(lambda: form(q, k, v, order))
+    leaves, ones = [x.detach().clone().requires_grad_() for x in (q, k, v)], torch.ones_like(v)
+    return torch.enable_grad()(lambda: torch.autograd.grad(form(*leaves, order), leaves, ones))
 
-    Dense attention takes part up to 4096 points; the compiled cycle if asked for.
+
+def _exact(q, k, v, order):
+    return _composed(q, k, v, _three(order), None, q.shape[3] ** -0.5)
+
+
+def _dense(q, k, v, order):
+    return F.scaled_dot_product_attention(q, k, v)
+
+# %% ../../nbs/sampled/51_attention.ipynb #51cases1
+def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False, compiled: bool = False,
+                device: str | torch.device = "cpu", inputs: tuple | None = None) -> dict:
+    """Contenders for `lab.measure`: the cycle, gather, indexing; as rivals dense attention and a copy of the floor's bytes.
+
+    Args:
+        n, heads, width: of random input. device: where it is.
+        backward: gradients of queries, keys and values; without the copy.
+        compiled: the compiled cycle takes part; needs a C++ compiler.
+        inputs: (q, k, v, order) in place of random ones. Dense attention takes part up to 4096 points.
 
     Example:
         >>> list(cycle_cases(64))
-        ['gather', 'indexed', 'cycle', 'dense', 'copy']
+        ['cycle', 'gather', 'indexed', 'rivals', 'exact']
     """
     draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
-    q, k, v = (x.requires_grad_(backward) for x in torch.randn(3, 1, heads, n, width, **draw).unbind())
-    order, source, target = sample_cycle(n, **draw), *torch.zeros(2, 2, heads, n, width, device=device)
-    forms = {"gather": _gathered, "indexed": _indexed, "cycle": cycle_attention}
+    q, k, v, order = inputs or (*torch.randn(3, 1, heads, n, width, **draw), sample_cycle(n, **draw))
+    forms = {"cycle": cycle_attention, "gather": _gathered, "indexed": _indexed}
     forms |= {"compiled": _compiled_cycle()} if compiled else {}
-    cases = {name: lambda f=f: f(q, k, v, order) for name, f in forms.items()}
-    if n <= 4096:
-        cases["dense"] = lambda: F.scaled_dot_product_attention(q, k, v)
-    if backward:
-        ones = torch.ones_like(q)
-        return {name: lambda f=f: torch.autograd.grad(f(), (q, k, v), ones) for name, f in cases.items()}
-    return cases | {"copy": lambda: target.copy_(source)}
+    rivals = {"dense": _timed(_dense, q, k, v, order, backward)} if q.shape[2] <= 4096 else {}
+    if not backward:
+        source, target = torch.zeros(2, 2, *v.shape, dtype=v.dtype, device=v.device)
+        rivals["copy"] = lambda: target.copy_(source)
+    return {name: _timed(form, q, k, v, order, backward) for name, form in forms.items()} | {
+        "rivals": rivals, "exact": _timed(_exact, q.double(), k.double(), v.double(), order, backward)}
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51cases2
 def cycle_cases_backward(n: int, device: str | torch.device = "cpu") -> dict:
     """The contenders of `cycle_cases`, forward and backward.
 
     Example:
         >>> list(cycle_cases_backward(64))
-        ['gather', 'indexed', 'cycle', 'dense']
+        ['cycle', 'gather', 'indexed', 'rivals', 'exact']
     """
     return cycle_cases(n, backward=True, device=device)
 
 
-def cycle_cases_compiled(n: int) -> dict:
+def cycle_cases_compiled(n: int, device: str | torch.device = "cpu") -> dict:
     """The contenders of `cycle_cases` and the compiled cycle; needs a C++ compiler.
 
     Example:
         >>> "compiled" in cycle_cases_compiled(64)
         True
     """
-    return cycle_cases(n, compiled=True)
+    return cycle_cases(n, compiled=True, device=device)
 
 
-def cycle_cases_backward_compiled(n: int) -> dict:
+def cycle_cases_backward_compiled(n: int, device: str | torch.device = "cpu") -> dict:
     """The contenders of `cycle_cases_compiled`, forward and backward.
 
     Example:
         >>> "compiled" in cycle_cases_backward_compiled(64)
         True
     """
-    return cycle_cases(n, backward=True, compiled=True)
+    return cycle_cases(n, backward=True, compiled=True, device=device)
