@@ -320,7 +320,9 @@ def membership_attention(queries: Bool[Tensor, "n k"], keys: Bool[Tensor, "n k"]
         [0.0, 0.0, 1.0]
     """
     check_boolean("queries", queries)
-    check_boolean("keys", keys, queries.shape)
+    check_boolean("keys", keys)
+    if queries.dim() != 2 or keys.shape != queries.shape:
+        raise ValueError(f"queries and keys must have one shape (n, k), got {tuple(queries.shape)} and {tuple(keys.shape)}")
     n, k = queries.shape
     layer = SBMAttention(n, 1, clusters=k, head_dim=2 * k, self_loops=True, exploration=0.0).double()
     one, none = torch.eye(k, dtype=torch.float64), torch.zeros(k, k, dtype=torch.float64)

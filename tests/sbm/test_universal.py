@@ -19,6 +19,8 @@ from sparseattn.sbm.universal import (
     is_hamiltonian_path,
     is_rectangle,
     lemma_patterns,
+    membership_attention,
+    position_rates,
     steps_to_reach,
     to_relays_pattern,
 )
@@ -226,6 +228,35 @@ def test_no_union_of_two_rectangles_is_cheaper():
     assert unions[has_hamiltonian_path(unions)].sum((1, 2)).min() == fewest_entries(4, 2) == 5
 
 
+@pytest.mark.parametrize("n, k", [(1, 1), (6, 2), (9, 3), (5, 5)])
+@pytest.mark.parametrize("sharpness", [3.0, 12.0, 30.0])
+def test_weights_give_the_lemmas_rates(n, k, sharpness):
+    """Rates of one cluster are rectangles, of k clusters blocks at 1/k, within the error of a sigmoid and of a softmax."""
+    member = torch.nn.functional.one_hot(torch.arange(n) * k // n, k).bool()
+    everyone, relay = torch.ones(n, 1, dtype=torch.bool), (torch.arange(n) >= n - k)[:, None]
+    error = 3 * math.exp(-sharpness) + k * math.exp(-(sharpness**2))
+    for queries, keys in ((everyone, relay), (relay, everyone), (member, member), (member[:, :1], member[:, :1])):
+        rates = position_rates(membership_attention(queries, keys, sharpness))
+        wanted = queries.double() @ keys.double().T / queries.shape[1]
+        assert (rates - wanted).abs().max() < error and rates.dtype == torch.float64
+
+
+def test_layer_draws_the_lemmas_masks():
+    """With sharp memberships every draw of a rectangle is the pattern, self-loops included."""
+    n, k = 8, 2
+    everyone, relay = torch.ones(n, 1, dtype=torch.bool), (torch.arange(n) >= n - k)[:, None]
+    for queries, keys, pattern in (
+        (everyone, relay, from_relays_pattern(n, k)),
+        (relay, everyone, to_relays_pattern(n, k)),
+    ):
+        layer = membership_attention(queries, keys, 40.0)
+        at = torch.eye(n, dtype=torch.float64)[None]
+        for seed in range(3):
+            out, info = layer(at, return_info=True, generator=generator(seed))
+            assert info.density.item() == pytest.approx(pattern.double().mean().item())
+            assert torch.equal(out, torch.zeros_like(out))
+
+
 @pytest.mark.parametrize(
     "call, error, words",
     [
@@ -242,6 +273,8 @@ def test_no_union_of_two_rectangles_is_cheaper():
         (lambda: steps_to_reach(torch.ones(3, 3, dtype=torch.bool)), ValueError, "patterns must have shape"),
         (lambda: steps_to_reach(torch.zeros(1, 3, 3, dtype=torch.bool)), ValueError, "self-loop"),
         (lambda: is_rectangle(torch.ones(2, 3, dtype=torch.bool), self_loops=True), ValueError, "pattern"),
+        (lambda: membership_attention(torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool)), TypeError, "queries"),
+        (lambda: membership_attention(*(torch.ones(2, k, dtype=torch.bool) for k in (1, 2))), ValueError, "queries and keys"),
     ],
 )
 def test_refuses(call, error, words):
