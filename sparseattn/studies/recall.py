@@ -62,6 +62,7 @@ METHODS |= {
     "Reformer": dict(attention="reformer"),
     "SBM, released gradient": dict(attention="sbm", gradient="weight"),
     "SBM, gradient of removal": dict(attention="sbm", gradient="removal"),
+    "SBM, two-sided gradient": dict(attention="sbm", gradient="two-sided"),
     "SMYRF": dict(attention="smyrf", size=64),
     "ScatterBrain": dict(attention="scatterbrain", size=64, features=64),
 }
