@@ -27,6 +27,7 @@ ROWS = {
     "Performer": dict(attention="performer", share=1.0),
     "SBM, released gradient": dict(attention="sbm", gradient="weight"),
     "SBM, gradient of removal": dict(attention="sbm", gradient="removal"),
+    "SBM, two-sided gradient": dict(attention="sbm", gradient="two-sided"),
     "Reformer": dict(attention="reformer", share=0.25),
     "Linear, batch of 64": dict(attention="linear", batch=64, seeds=1),
     "Linformer, batch of 64": dict(attention="linformer", share=1.0, batch=64, seeds=1),

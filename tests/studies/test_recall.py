@@ -18,6 +18,7 @@ def backward(net, tokens):
 
 
 def test_every_attention_has_a_row():
+    """One that is new in the registry wants a row, at the end of METHODS."""
     assert {options.get("attention", "samsa") for options in METHODS.values()} == set(sparseattn.attentions())
     assert {options["task"] for options in ROWS.values()} == set(TASKS)
 
