@@ -1,9 +1,9 @@
 #include "tiles.h"
 
-/* [gaps] */
+/* [squared distances] */
 // HEIGHT rows and `breadth` vectors of sums over t of (A(i, t) - B(t, j))^2.
-INLINE void gap_block(const REAL *a, int64_t a_step, const REAL *b, int64_t b_step, REAL *c, int64_t depth,
-                      int breadth) {
+INLINE void distance_block(const REAL *a, int64_t a_step, const REAL *b, int64_t b_step, REAL *c, int64_t depth,
+                           int breadth) {
     vec sum[HEIGHT][BREADTH];
     #pragma GCC unroll 8
     for (int r = 0; r < HEIGHT; r++)
@@ -25,26 +25,26 @@ INLINE void gap_block(const REAL *a, int64_t a_step, const REAL *b, int64_t b_st
         for (int v = 0; v < breadth; v++) *at(c + r * b_step + v * LANES) = sum[r][v];
 }
 
-static inline void gaps(const REAL *a, int64_t a_step, const REAL *b, int64_t b_step, REAL *c, int64_t rows,
-                        int64_t depth) {
+static inline void squared_distances(const REAL *a, int64_t a_step, const REAL *b, int64_t b_step, REAL *c,
+                                     int64_t rows, int64_t depth) {
     int64_t j = 0;
     for (; j + BREADTH * LANES <= b_step; j += BREADTH * LANES)
         for (int64_t i = 0; i < rows; i += HEIGHT)
-            gap_block(a + i * a_step, a_step, b + j, b_step, c + i * b_step + j, depth, BREADTH);
+            distance_block(a + i * a_step, a_step, b + j, b_step, c + i * b_step + j, depth, BREADTH);
     for (; j < b_step; j += LANES)
         for (int64_t i = 0; i < rows; i += HEIGHT)
-            gap_block(a + i * a_step, a_step, b + j, b_step, c + i * b_step + j, depth, 1);
+            distance_block(a + i * a_step, a_step, b + j, b_step, c + i * b_step + j, depth, 1);
 }
 
-/* [pulls] */
-enum { LOW = HEIGHT / 2 };
+/* [weighted differences] */
+enum { HALF = HEIGHT / 2 };
 
-// LOW rows and `breadth` vectors of C(i) = sum over t of A(i, t) (B(t) - X(i)), or C += that; B, X and C are as wide.
-INLINE void pull_block(const REAL *a, int64_t down, int64_t along, const REAL *b, const REAL *x, REAL *c, int64_t width,
-                       int64_t depth, int breadth, int add) {
-    vec sum[LOW][BREADTH], own[LOW][BREADTH];
+// HALF rows and `breadth` vectors of C(i) = sum over t of A(i, t) (B(t) - X(i)), or C += that; B, X and C are as wide.
+INLINE void difference_block(const REAL *a, int64_t down, int64_t along, const REAL *b, const REAL *x, REAL *c,
+                             int64_t width, int64_t depth, int breadth, int add) {
+    vec sum[HALF][BREADTH], own[HALF][BREADTH];
     #pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++)
+    for (int r = 0; r < HALF; r++)
         #pragma GCC unroll 2
         for (int v = 0; v < breadth; v++) {
             sum[r][v] = add ? *at(c + r * width + v * LANES) : (vec){0};
@@ -55,24 +55,25 @@ INLINE void pull_block(const REAL *a, int64_t down, int64_t along, const REAL *b
         for (int v = 0; v < breadth; v++) {
             vec right = *at(b + t * width + v * LANES);
             #pragma GCC unroll 4
-            for (int r = 0; r < LOW; r++) sum[r][v] += a[r * down + t * along] * (right - own[r][v]);
+            for (int r = 0; r < HALF; r++) sum[r][v] += a[r * down + t * along] * (right - own[r][v]);
         }
     #pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++)
+    for (int r = 0; r < HALF; r++)
         #pragma GCC unroll 2
         for (int v = 0; v < breadth; v++) *at(c + r * width + v * LANES) = sum[r][v];
 }
 
-static inline void pulls(const REAL *a, int64_t down, int64_t along, const REAL *b, const REAL *x, REAL *c,
-                         int64_t width, int64_t rows, int64_t depth, int add) {
+static inline void weighted_differences(const REAL *a, int64_t down, int64_t along, const REAL *b, const REAL *x,
+                                        REAL *c, int64_t width, int64_t rows, int64_t depth, int add) {
     int64_t j = 0;
     for (; j + BREADTH * LANES <= width; j += BREADTH * LANES)
-        for (int64_t i = 0; i < rows; i += LOW)
-            pull_block(a + i * down, down, along, b + j, x + i * width + j, c + i * width + j, width, depth, BREADTH,
-                       add);
+        for (int64_t i = 0; i < rows; i += HALF)
+            difference_block(a + i * down, down, along, b + j, x + i * width + j, c + i * width + j, width, depth,
+                             BREADTH, add);
     for (; j < width; j += LANES)
-        for (int64_t i = 0; i < rows; i += LOW)
-            pull_block(a + i * down, down, along, b + j, x + i * width + j, c + i * width + j, width, depth, 1, add);
+        for (int64_t i = 0; i < rows; i += HALF)
+            difference_block(a + i * down, down, along, b + j, x + i * width + j, c + i * width + j, width, depth, 1,
+                             add);
 }
 
 /* [rows] */
@@ -84,7 +85,7 @@ INLINE void prefetch(const REAL *x, int64_t width) {
 }
 
 // Rows of x by number, padded; whether all is finite.
-static inline int sorted(const REAL *x, int64_t width, const int64_t *order, int64_t rows, REAL *to, int64_t all) {
+static inline int copy_sorted(const REAL *x, int64_t width, const int64_t *order, int64_t rows, REAL *to, int64_t all) {
     REAL sum = 0;
     for (int64_t i = 0; i < rows; i++, to += all) {
         if (i + AHEAD < rows) prefetch(x + order[i + AHEAD] * width, width);
@@ -113,39 +114,39 @@ static inline void add_to(const REAL *from, const int64_t *slots, int64_t rows, 
 // of the other tables' blocks near each other.
 typedef struct {
     int64_t n, d, e, d_all, e_all, blocks;                  // points, widths, the same padded
-    REAL *q, *k, *v, *grad, *sum_q, *sum_k, *sum_v, *own;   // rows, what is added up for them
+    REAL *q, *k, *v, *grad, *sum_q, *sum_k, *sum_v, *dots;  // rows, what is added up for them
     REAL *block_q, *block_k, *memory;                       // union: number of the block in every table; of the threads
     int64_t *place_q, *place_k;                             // of a point
 } heads;
 
-static inline int64_t of_thread(const int64_t *s) {
+static inline int64_t thread_size(const int64_t *s) {
     return workspace_size(s[BLOCK], s[WIDTH], s[VALUES]) + (4 + s[TABLES]) * padded(s[BLOCK]);
 }
 
-static inline heads some_heads(const int64_t *s) {
+static inline heads make_heads(const int64_t *s) {
     heads h = {.n = s[POINTS], .d = s[WIDTH], .e = s[VALUES], .d_all = padded(s[WIDTH]), .e_all = padded(s[VALUES])};
     int64_t all = s[TOGETHER] * h.n;
     int64_t numbers = all * (4 * h.d_all + 4 * h.e_all + 1 + (s[UNION] ? 2 * s[TABLES] : 0));
-    REAL *next = h.memory = malloc((numbers + s[THREADS] * of_thread(s)) * sizeof(REAL) + 2 * all * sizeof(int64_t));
+    REAL *next = h.memory = malloc((numbers + s[THREADS] * thread_size(s)) * sizeof(REAL) + 2 * all * sizeof(int64_t));
     if (!next) return h;
-    next += s[THREADS] * of_thread(s);
+    next += s[THREADS] * thread_size(s);
     h.blocks = (h.n + s[BLOCK] - 1) / s[BLOCK];
     h.place_q = (int64_t *)next, h.place_k = h.place_q + all, next = (REAL *)(h.place_k + all);
     h.q = cut(&next, all * h.d_all), h.k = cut(&next, all * h.d_all), h.v = cut(&next, all * h.e_all);
     h.sum_v = cut(&next, all * h.e_all), h.sum_q = cut(&next, all * h.d_all), h.sum_k = cut(&next, all * h.d_all);
-    h.grad = cut(&next, all * h.e_all), h.own = cut(&next, all), h.block_q = cut(&next, s[UNION] ? all * s[TABLES] : 0);
+    h.grad = cut(&next, all * h.e_all), h.dots = cut(&next, all), h.block_q = cut(&next, s[UNION] ? all * s[TABLES] : 0);
     h.block_k = next;
     return h;
 }
 
 /* [workspaces] */
-typedef struct { workspace x; int64_t *slots; REAL *met; } work;
+typedef struct { workspace x; int64_t *slots; REAL *numbers_k; } work;
 
-static inline work my_work(const heads *h, const int64_t *s) {
-    REAL *next = h->memory + omp_get_thread_num() * of_thread(s);
+static inline work thread_work(const heads *h, const int64_t *s) {
+    REAL *next = h->memory + omp_get_thread_num() * thread_size(s);
     work w = {.x = made(next, s[BLOCK], h->d, h->e)};
     next += workspace_size(s[BLOCK], h->d, h->e);
-    w.slots = (int64_t *)cut(&next, 4 * padded(s[BLOCK])), w.met = next;
+    w.slots = (int64_t *)cut(&next, 4 * padded(s[BLOCK])), w.numbers_k = next;
     return w;
 }
 
@@ -161,8 +162,8 @@ static inline span block_of(int64_t item, int64_t table, int64_t from, const hea
 }
 
 // Where the points of a block are.
-static inline void places(const heads *h, span b, int64_t table, const int64_t *order, const int64_t *place,
-                          int64_t *slots) {
+static inline void find_rows(const heads *h, span b, int64_t table, const int64_t *order, const int64_t *place,
+                             int64_t *slots) {
     for (int64_t i = 0; i < b.m; i++) slots[i] = table ? place[b.head * h->n + order[i]] : b.at + i;
 }
 
@@ -171,22 +172,22 @@ static inline int sort_block(const heads *h, span b, const REAL *q, const REAL *
     int64_t first = b.head * h->n;
     for (int64_t i = 0; i < b.m; i++)
         h->place_q[first + b.order_q[i]] = b.at + i, h->place_k[first + b.order_k[i]] = b.at + i;
-    return sorted(q + first * h->d, h->d, b.order_q, b.m, h->q + b.at * h->d_all, h->d_all)
-         & sorted(k + first * h->d, h->d, b.order_k, b.m, h->k + b.at * h->d_all, h->d_all)
-         & sorted(v + first * h->e, h->e, b.order_k, b.m, h->v + b.at * h->e_all, h->e_all);
+    return copy_sorted(q + first * h->d, h->d, b.order_q, b.m, h->q + b.at * h->d_all, h->d_all)
+         & copy_sorted(k + first * h->d, h->d, b.order_k, b.m, h->k + b.at * h->d_all, h->d_all)
+         & copy_sorted(v + first * h->e, h->e, b.order_k, b.m, h->v + b.at * h->e_all, h->e_all);
 }
 
 /* [meetings] */
 // Keys and values of a block, and where they have been: the number of tables that count for that.
-static inline int64_t gather_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *of_k, int64_t *of_q,
-                                   REAL *met, const int64_t *s) {
+static inline int64_t gather_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *of_k,
+                                   int64_t *of_q, REAL *numbers_k, const int64_t *s) {
     int64_t d = h->d_all, m = padded(b.m), earlier = s[UNION] ? table : 0;
-    places(h, b, table, b.order_k, h->place_k, of_k), places(h, b, table, b.order_q, h->place_q, of_q);
+    find_rows(h, b, table, b.order_k, h->place_k, of_k), find_rows(h, b, table, b.order_q, h->place_q, of_q);
     gather(h->k, of_k, b.m, x->keys, d), gather(h->v, of_k, b.m, x->values, h->e_all);
     memset(x->keys + b.m * d, 0, (m - b.m) * d * sizeof(REAL));
     place_columns(x->keys, d, b.m, h->d, x->keys_t, m);
     for (int64_t t = 0; t < earlier; t++)
-        for (int64_t j = 0; j < b.m; j++) met[t * m + j] = h->block_k[t * s[TOGETHER] * h->n + of_k[j]];
+        for (int64_t j = 0; j < b.m; j++) numbers_k[t * m + j] = h->block_k[t * s[TOGETHER] * h->n + of_k[j]];
     return earlier;
 }
 
@@ -205,22 +206,22 @@ static inline void number_blocks(const heads *h, int64_t items, int64_t from, co
 }
 
 /* [weights] */
-// Padding, and pairs met in an earlier table, are infinitely far.
-static inline void part(const heads *h, REAL *gap, const int64_t *slots, int64_t rows, int64_t m, const REAL *met,
-                        int64_t tables, int64_t all) {
+// Padding, and pairs that met in an earlier table, are infinitely far.
+static inline void hide_pairs(const heads *h, REAL *gap, const int64_t *slots, int64_t rows, int64_t m,
+                              const REAL *numbers_k, int64_t tables, int64_t all) {
     const int64_t m_all = padded(m);
     const vec far = INFINITY - (vec){0};
     for (int64_t r = 0; r < rows; r++, gap += m_all) {
         for (int64_t j = m; j < m_all; j++) gap[j] = INFINITY;
         for (int64_t t = 0; t < tables; t++)
             for (int64_t j = 0; j < m_all; j += LANES) {
-                ints same = *at(met + t * m_all + j) == h->block_q[t * all + slots[r]];
+                ints same = *at(numbers_k + t * m_all + j) == h->block_q[t * all + slots[r]];
                 *at(gap + j) = (vec)(((ints)far & same) | ((ints)*at(gap + j) & ~same));
             }
     }
 }
 
-static inline REAL smallest(const REAL *gap, int64_t width) {
+static inline REAL row_minimum(const REAL *gap, int64_t width) {
     vec top = -*at(gap);
     for (int64_t j = LANES; j < width; j += LANES) top = larger(top, -*at(gap + j));
     REAL most = top[0];
@@ -228,60 +229,67 @@ static inline REAL smallest(const REAL *gap, int64_t width) {
     return -most;
 }
 
-// Weights exp((near - gap) / 2) in place of gaps; their sum.
-static inline REAL powers(REAL *gap, REAL near, int64_t m, int64_t width) {
+// Weights exp((nearest - gap) / 2) in place of squared distances; their sum. Below e^-60 they are 0: that is lost beside
+// the 1 of the nearest key, and keeps products with them, here and outside, from becoming subnormal.
+static inline REAL exponentiate(REAL *gap, REAL nearest, int64_t width) {
+    const vec lowest = -60 - (vec){0};
     vec total = {0};
-    for (int64_t j = 0; j < width; j += LANES) total += *at(gap + j) = exponential((near - *at(gap + j)) * (REAL)0.5);
-    for (int64_t j = m; j < width; j++) gap[j] = 0;
+    for (int64_t j = 0; j < width; j += LANES) {
+        vec x = (nearest - *at(gap + j)) * (REAL)0.5;
+        vec p = (vec)((ints)exponential(x) & ~(x < lowest));
+        total += *at(gap + j) = p;
+    }
     return added(total);
 }
 
 /* [block forward] */
-static inline void attend_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots, REAL *met,
-                                REAL *near, REAL *whole, const int64_t *s) {
+static inline void attend_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots,
+                                REAL *numbers_k, REAL *nearest, REAL *denominator, const int64_t *s) {
     int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
-    int64_t earlier = gather_block(h, x, b, table, slots, of_q, met, s);
+    int64_t earlier = gather_block(h, x, b, table, slots, of_q, numbers_k, s);
     for (int64_t i = 0; i < b.m; i += TILE) {
-        int64_t n = least(b.m - i, TILE), rows = in_blocks(n), *own = of_q + i;
-        gather(h->q, own, n, x->q, d);
-        gaps(x->q, d, x->keys_t, m, x->p, rows, h->d);
-        part(h, x->p, own, n, b.m, met, earlier, all);
-        REAL fade[TILE];
+        int64_t n = least(b.m - i, TILE), rows = in_blocks(n), *rows_q = of_q + i;
+        gather(h->q, rows_q, n, x->q, d);
+        squared_distances(x->q, d, x->keys_t, m, x->p, rows, h->d);
+        hide_pairs(h, x->p, rows_q, n, b.m, numbers_k, earlier, all);
+        REAL rescale[TILE];
         for (int64_t r = 0; r < n; r++) {
-            REAL old = table ? near[own[r]] : INFINITY, now = smallest(x->p + r * m, m);
-            near[own[r]] = now = old < now ? old : now;
-            fade[r] = table ? exp((now - old) / 2) : 0;
-            whole[own[r]] = (table ? fade[r] * whole[own[r]] : 0) + powers(x->p + r * m, now, b.m, m);
+            REAL old = table ? nearest[rows_q[r]] : INFINITY, now = row_minimum(x->p + r * m, m);
+            nearest[rows_q[r]] = now = old < now ? old : now;
+            rescale[r] = table ? exp((now - old) / 2) : 0;
+            REAL sum = exponentiate(x->p + r * m, now, m), before = table ? denominator[rows_q[r]] : 0;
+            denominator[rows_q[r]] = rescale[r] * before + sum;
         }
         product(x->p, m, 1, x->values, e, x->out, e, rows, e, b.m, 0);
         for (int64_t r = 0; r < n; r++) {
-            REAL *to = h->sum_v + own[r] * e, *from = x->out + r * e;
+            REAL *to = h->sum_v + rows_q[r] * e, *from = x->out + r * e;
             for (int64_t c = 0; c < e; c += LANES)
-                if (table) *at(to + c) = fade[r] * *at(to + c) + *at(from + c);
+                if (table) *at(to + c) = rescale[r] * *at(to + c) + *at(from + c);
                 else *at(to + c) = *at(from + c);
         }
     }
 }
 
 // Quotients, and the rows back to where they belong.
-static inline void divide_block(const heads *h, span b, REAL *out, const REAL *near, REAL *whole, REAL floor) {
+static inline void normalise_block(const heads *h, span b, REAL *out, const REAL *nearest, REAL *denominator,
+                                   REAL floor) {
     for (int64_t i = 0; i < b.m; i++) {
-        if (floor) whole[b.at + i] += floor * exp(near[b.at + i] / 2);
+        if (floor) denominator[b.at + i] += floor * exp(nearest[b.at + i] / 2);
         REAL *to = out + (b.head * h->n + b.order_q[i]) * h->e;
-        place(h->sum_v + (b.at + i) * h->e_all, 0, 1, h->e, 1 / whole[b.at + i], to, 1, h->e);
+        place(h->sum_v + (b.at + i) * h->e_all, 0, 1, h->e, 1 / denominator[b.at + i], to, 1, h->e);
     }
 }
 
 /* [forward] */
 int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q, const int64_t *order_k,
-            const int64_t *count, REAL *out, REAL *whole, REAL *near, double floor, const int64_t *s) {
-    heads h = some_heads(s);
+            const int64_t *count, REAL *out, REAL *denominator, REAL *nearest, double floor, const int64_t *s) {
+    heads h = make_heads(s);
     if (!h.memory) return OUT_OF_MEMORY;
     int finite = 1;
     #pragma omp parallel num_threads(s[THREADS]) reduction(& : finite)
     {
         uint64_t mode = flush_subnormals();
-        work w = my_work(&h, s);
+        work w = thread_work(&h, s);
         int64_t n = h.n;
         for (int64_t from = 0; from < s[ROWS]; from += s[TOGETHER]) {
             int64_t items = least(s[TOGETHER], s[ROWS] - from) * h.blocks, at = from * n;
@@ -293,13 +301,13 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
             for (int64_t table = 0; table < s[TABLES]; table++) {
                 #pragma omp for
                 for (int64_t i = 0; i < items; i++)
-                    attend_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots, w.met,
-                                 near + at, whole + at, s);
+                    attend_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots,
+                                 w.numbers_k, nearest + at, denominator + at, s);
             }
             #pragma omp for
             for (int64_t i = 0; i < items; i++)
-                divide_block(&h, block_of(i, 0, from, &h, order_q, order_k, count, s), out + at * h.e, near + at,
-                             whole + at, floor);
+                normalise_block(&h, block_of(i, 0, from, &h, order_q, order_k, count, s), out + at * h.e, nearest + at,
+                                denominator + at, floor);
         }
         restore_subnormals(mode);
     }
@@ -309,57 +317,57 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
 
 /* [sorted gradients] */
 // Gradients of the output into the order of the first table, divided by the denominators, and times the output.
-static inline void sort_gradients(const heads *h, span b, const REAL *grad, const REAL *out, const REAL *whole) {
+static inline void sort_gradients(const heads *h, span b, const REAL *grad, const REAL *out, const REAL *denominator) {
     for (int64_t i = 0; i < b.m; i++) {
         int64_t point = (b.head * h->n + b.order_q[i]) * h->e;
         REAL *to = h->grad + (b.at + i) * h->e_all, dot = 0;
-        place(grad + point, 0, 1, h->e, 1 / whole[b.at + i], to, 1, h->e_all);
+        place(grad + point, 0, 1, h->e, 1 / denominator[b.at + i], to, 1, h->e_all);
         #pragma omp simd reduction(+ : dot)
         for (int64_t c = 0; c < h->e; c++) dot += to[c] * out[point + c];
-        h->own[b.at + i] = dot;
+        h->dots[b.at + i] = dot;
     }
 }
 
-static inline void unsort(const REAL *from, int64_t all, const int64_t *order, int64_t rows, REAL *x, int64_t width) {
+static inline void copy_back(const REAL *from, int64_t all, const int64_t *order, int64_t rows, REAL *x, int64_t width) {
     for (int64_t i = 0; i < rows; i++) place(from + i * all, all, 1, width, 1, x + order[i] * width, 1, width);
 }
 
 /* [block backward] */
-static inline void differentiate_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots, REAL *met,
-                                       const REAL *near, const int64_t *s) {
+static inline void differentiate_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots,
+                                       REAL *numbers_k, const REAL *nearest, const int64_t *s) {
     int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
-    int64_t earlier = gather_block(h, x, b, table, slots, of_q, met, s);
+    int64_t earlier = gather_block(h, x, b, table, slots, of_q, numbers_k, s);
     place_columns(x->values, e, b.m, h->e, x->values_t, m);
     for (int64_t i = 0; i < b.m; i += TILE) {
-        int64_t n = least(b.m - i, TILE), rows = in_blocks(n), *own = of_q + i;
-        gather(h->q, own, n, x->q, d), gather(h->grad, own, n, x->out, e);
-        gaps(x->q, d, x->keys_t, m, x->p, rows, h->d);
-        part(h, x->p, own, n, b.m, met, earlier, all);
+        int64_t n = least(b.m - i, TILE), rows = in_blocks(n), *rows_q = of_q + i;
+        gather(h->q, rows_q, n, x->q, d), gather(h->grad, rows_q, n, x->out, e);
+        squared_distances(x->q, d, x->keys_t, m, x->p, rows, h->d);
+        hide_pairs(h, x->p, rows_q, n, b.m, numbers_k, earlier, all);
         product(x->out, e, 1, x->values_t, m, x->u, m, rows, m, h->e, 0);
         for (int64_t r = 0; r < n; r++) {
-            REAL *p = x->p + r * m, *u = x->u + r * m, mean = h->own[own[r]];
-            powers(p, near[own[r]], b.m, m);
+            REAL *p = x->p + r * m, *u = x->u + r * m, mean = h->dots[rows_q[r]];
+            exponentiate(p, nearest[rows_q[r]], m);
             for (int64_t j = 0; j < m; j += LANES) *at(u + j) = *at(p + j) * (*at(u + j) - mean);
         }
         memset(x->u + n * m, 0, (rows - n) * m * sizeof(REAL));
         product(x->p, 1, m, x->out, e, x->to_values, e, m, e, n, i > 0);
-        pulls(x->u, 1, m, x->q, x->keys, x->to_keys, d, m, n, i > 0);
-        pulls(x->u, m, 1, x->keys, x->q, x->to_q, d, rows, b.m, 0);
-        add_to(x->to_q, own, n, h->sum_q, d, !table);
+        weighted_differences(x->u, 1, m, x->q, x->keys, x->to_keys, d, m, n, i > 0);
+        weighted_differences(x->u, m, 1, x->keys, x->q, x->to_q, d, rows, b.m, 0);
+        add_to(x->to_q, rows_q, n, h->sum_q, d, !table);
     }
     add_to(x->to_keys, slots, b.m, h->sum_k, d, !table), add_to(x->to_values, slots, b.m, h->sum_v, e, !table);
 }
 
 /* [backward] */
 int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
-             const int64_t *order_k, const int64_t *count, const REAL *out, const REAL *whole, const REAL *near,
+             const int64_t *order_k, const int64_t *count, const REAL *out, const REAL *denominator, const REAL *nearest,
              REAL *to_q, REAL *to_k, REAL *to_v, const int64_t *s) {
-    heads h = some_heads(s);
+    heads h = make_heads(s);
     if (!h.memory) return OUT_OF_MEMORY;
     #pragma omp parallel num_threads(s[THREADS])
     {
         uint64_t mode = flush_subnormals();
-        work w = my_work(&h, s);
+        work w = thread_work(&h, s);
         int64_t n = h.n;
         for (int64_t from = 0; from < s[ROWS]; from += s[TOGETHER]) {
             int64_t items = least(s[TOGETHER], s[ROWS] - from) * h.blocks, at = from * n;
@@ -367,22 +375,22 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
             for (int64_t i = 0; i < items; i++) {
                 span b = block_of(i, 0, from, &h, order_q, order_k, count, s);
                 sort_block(&h, b, q + at * h.d, k + at * h.d, v + at * h.e);
-                sort_gradients(&h, b, grad + at * h.e, out + at * h.e, whole + at);
+                sort_gradients(&h, b, grad + at * h.e, out + at * h.e, denominator + at);
             }
             if (s[UNION]) number_blocks(&h, items, from, order_q, order_k, count, s);
             for (int64_t table = 0; table < s[TABLES]; table++) {
                 #pragma omp for
                 for (int64_t i = 0; i < items; i++)
                     differentiate_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots,
-                                        w.met, near + at, s);
+                                        w.numbers_k, nearest + at, s);
             }
             #pragma omp for
             for (int64_t i = 0; i < items; i++) {
                 span b = block_of(i, 0, from, &h, order_q, order_k, count, s);
                 int64_t first = at + b.head * n;
-                unsort(h.sum_q + b.at * h.d_all, h.d_all, b.order_q, b.m, to_q + first * h.d, h.d);
-                unsort(h.sum_k + b.at * h.d_all, h.d_all, b.order_k, b.m, to_k + first * h.d, h.d);
-                unsort(h.sum_v + b.at * h.e_all, h.e_all, b.order_k, b.m, to_v + first * h.e, h.e);
+                copy_back(h.sum_q + b.at * h.d_all, h.d_all, b.order_q, b.m, to_q + first * h.d, h.d);
+                copy_back(h.sum_k + b.at * h.d_all, h.d_all, b.order_k, b.m, to_k + first * h.d, h.d);
+                copy_back(h.sum_v + b.at * h.e_all, h.e_all, b.order_k, b.m, to_v + first * h.e, h.e);
             }
         }
         restore_subnormals(mode);

@@ -15,7 +15,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparseattn
-import sparseattn.hept.attention as hept
+import sparseattn.hept.loop as loop
+from sparseattn.hept.attention import hept_attention
 import sparseattn.samsa.sampling as sampling
 from sparseattn.core import native, tiles
 from sparseattn.core.native import c_kernels, c_source
@@ -138,12 +139,12 @@ static int calls;
 @pytest.mark.parametrize("name", ["tiles", "hept", "samsa"])
 def test_memory_that_cannot_be_had(rebuilt, monkeypatch, name, given):
     "The first so many requests of a process are granted."
-    module, requests = {"tiles": (tiles, 2), "hept": (hept, 4), "samsa": (sampling, 2)}[name]
+    module, requests = {"tiles": (tiles, 2), "hept": (loop, 4), "samsa": (sampling, 2)}[name]
     x, rows, order = torch.randn(1, 2, 30, 4), torch.randn(1, 2, 5, 8), torch.rand(1, 1, 2, 30).argsort(-1)
     if c_kernels(tiles.TILES, x) is None or c_kernels(tiles.TILES, x)("vector_bytes") < 64 or given >= requests:
         pytest.skip("the kernels are not used on this processor, or ask for less")
     run = {"tiles": lambda x: tiles.few_keys_attention(x, rows),
-           "hept": lambda x: hept.hept_attention(x, x, x, order, order, block_size=10),
+           "hept": lambda x: hept_attention(x, x, x, order, order, block_size=10),
            "samsa": lambda x: sampling.sample_without_replacement(x[0], x[0, :, :, 0], 4, noise=rows[0, 0, 0, 0])}[name]
     monkeypatch.setattr(module, "_SOURCE", NO_MEMORY.format(given) + module._SOURCE)
     with pytest.raises(MemoryError, match="not enough memory for a C kernel"):

@@ -32,10 +32,10 @@ CASES = [  # n, block, batch, tables
 MASKS = ["none", "random", "one empty", "one point", "all empty"]
 
 
-@pytest.fixture(autouse=True, params=["loop", "torch"])
+@pytest.fixture(autouse=True, params=["loop", "log-sum-exp"])
 def form(request, monkeypatch):
-    """Every test with the loop in C, where it can be, and with torch's operations."""
-    if request.param == "torch":
+    """Every test with the loop in C, where it can be, and without: by log-sum-exp, unions by the gather form."""
+    if request.param == "log-sum-exp":
         monkeypatch.setattr(attention, "_loops", lambda x: None)
     elif attention._loops(torch.zeros(1)) is None:
         pytest.skip("needs a C compiler and vectors of 32 bytes")
@@ -113,7 +113,7 @@ def relative(a, b):
 # --- the functional form
 
 
-@pytest.mark.parametrize("impl", ["fast", "reference"])
+@pytest.mark.parametrize("impl", ["fast", "composed", "reference"])
 @pytest.mark.parametrize("combine", ["sum", "union"])
 @pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("n, block, batch, tables", CASES)
