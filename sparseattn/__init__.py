@@ -25,7 +25,7 @@ from sparseattn import baselines  # its modules join the registry
 from sparseattn.core.attention import check_values
 from sparseattn.core.native import native_info
 from sparseattn.core.transformer import Encoder, attention_names
-from sparseattn.hept.attention import HEPTAttention
+from sparseattn.hept.layer import HEPTAttention
 from sparseattn.pat.layers import GroupShuffleAttention
 from sparseattn.sampled.attention import SampledAttention
 from sparseattn.samsa.attention import SAMSAAttention

@@ -17,7 +17,7 @@ from ..core.kernels import softmax_as_gaussian
 from ..core.transformer import make_attention
 from ..data import collisions
 from ..data.cache import have_data
-from ..hept.attention import HEPTAttention, PointHash
+from ..hept.layer import HEPTAttention, PointHash
 from ..hept.models import HEPTModel, tracking_loss, training_pairs
 from ..lab.metrics import retrieval_precision
 from ..lab.study import Study
