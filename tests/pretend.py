@@ -49,6 +49,27 @@ READS = {
 }
 
 
+def _efficient(q, k, v, bias, keep_lse, dropout=0.0, causal=False, *, scale=None):
+    assert bias is None and keep_lse and q.shape[0] < 2**16 and q.shape[-1] % 8 == 0
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, scale=scale)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    return out, lse, *(torch.zeros((), dtype=torch.int64) for _ in range(2))
+
+
+def _efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, *, scale=None):
+    assert bias is None and lse.shape[-1] % 32 == 0 and wanted == [True, True, True, False]
+    blocks = grad, q, k, v, out, lse[..., : q.shape[-2]]
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*blocks, dropout, causal, scale=scale)
+    return *found, q.new_zeros(0)
+
+
+#: operators that the CPU has by another name
+ONLY_CUDA = {
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}
+
+
 class _OfGenerator(type(torch.Generator)):
     def __instancecheck__(cls, value):
         return isinstance(value, CPU_GENERATOR)
@@ -195,7 +216,7 @@ class _Operators(TorchDispatchMode):
                 gpu.marks.set(x, new)
         there = self._there(operator, args, kwargs, operands)
         own = there and operator.namespace not in ("aten", "prims")
-        out = self._kernel(operator, args, kwargs) if own else operator(*args, **kwargs)
+        out = self._kernel(operator, args, kwargs) if own else ONLY_CUDA.get(operator, operator)(*args, **kwargs)
         for x in _tensors(out):
             if gpu.marks.get(x) is None:
                 gpu.marks.set(x, there)

@@ -111,6 +111,9 @@ def _pointer(name, dtype, x):
         raise TypeError(f"{name}: a C kernel needs contiguous tensors of {dtype} on the CPU here, got {got}")
     return x.data_ptr()
 
+# %% ../../nbs/core/06_native.ipynb #06kern02
+_OUT_OF_MEMORY = -1
+
 
 class _Kernels:
     "Functions of a library, called by name with what their declarations say."
@@ -132,9 +135,6 @@ class _Kernels:
             raise MemoryError(f"{name}: not enough memory for a C kernel")
         return code
 
-
-_OUT_OF_MEMORY = -1
-
 # %% ../../nbs/core/06_native.ipynb #f44fddfd
 _PRELUDE = f"""#if defined _OPENMP && defined __clang__
 #error the compiler has an OpenMP of its own
@@ -150,7 +150,7 @@ def _options():
     both = [["-march=native", "-fopenmp", *threads]] if threads else []
     return [*both, ["-march=native", "-fopenmp-simd"], ["-fopenmp-simd"]]
 
-
+# %% ../../nbs/core/06_native.ipynb #06comp02
 def _compile(command, options, source, library):
     "Build, write to disk, then rename: nobody loads half a library."
     with tempfile.TemporaryDirectory(dir=library.parent, ignore_cleanup_errors=True) as folder:
@@ -172,7 +172,7 @@ def _processor():
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
 
-
+# %% ../../nbs/core/06_native.ipynb #06name02
 def _name(command, options, source):
     "File name of a library."
     program = Path(shutil.which(command[0])).resolve()
@@ -207,7 +207,7 @@ def _library(folder, command, source):
         return ctypes.CDLL(str(file)), options
     raise failed
 
-
+# %% ../../nbs/core/06_native.ipynb #06buil02
 def _build(compiler, source, real):
     "Kernels, or None, and why."
     command = [*compiler, *_FLAGS, f"-DREAL={real}"]
@@ -237,7 +237,7 @@ def _found(source, real, compiler):
         return None, "CC is empty"
     return _build(words, source, real) if shutil.which(words[0]) else (None, f"{words[0]} is not found")
 
-
+# %% ../../nbs/core/06_native.ipynb #06know02
 def _kernels(source, real):
     "Kernels, or None, and why; looked for once."
     key = source, real, os.environ.get("CC", "cc")
@@ -275,7 +275,7 @@ def c_kernels(source: str, x: Tensor):
     kernels, _ = _kernels(source, _REAL[x.dtype])
     return kernels if kernels is None or kernels.threads or torch.get_num_threads() == 1 else None
 
-
+# %% ../../nbs/core/06_native.ipynb #06info02
 def native_info() -> dict:
     """Whether kernels in C are used by this process, and why.
 

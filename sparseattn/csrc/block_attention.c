@@ -115,6 +115,7 @@ static inline void add_to(const REAL *from, const int64_t *slots, int64_t rows, 
 typedef struct {
     int64_t n, d, e, d_all, e_all, blocks;                  // points, widths, the same padded
     REAL *q, *k, *v, *grad, *sum_q, *sum_k, *sum_v, *dots;  // rows, what is added up for them
+    REAL *nearest, *denominator;                            // of a row
     REAL *block_q, *block_k, *memory;                       // union: number of the block in every table; of the threads
     int64_t *place_q, *place_k;                             // of a point
 } heads;
@@ -126,7 +127,7 @@ static inline int64_t thread_size(const int64_t *s) {
 static inline heads make_heads(const int64_t *s) {
     heads h = {.n = s[POINTS], .d = s[WIDTH], .e = s[VALUES], .d_all = padded(s[WIDTH]), .e_all = padded(s[VALUES])};
     int64_t all = s[TOGETHER] * h.n;
-    int64_t numbers = all * (4 * h.d_all + 4 * h.e_all + 1 + (s[UNION] ? 2 * s[TABLES] : 0));
+    int64_t numbers = all * (4 * h.d_all + 4 * h.e_all + 3 + (s[UNION] ? 2 * s[TABLES] : 0));
     REAL *next = h.memory = malloc((numbers + s[THREADS] * thread_size(s)) * sizeof(REAL) + 2 * all * sizeof(int64_t));
     if (!next) return h;
     next += s[THREADS] * thread_size(s);
@@ -134,8 +135,9 @@ static inline heads make_heads(const int64_t *s) {
     h.place_q = (int64_t *)next, h.place_k = h.place_q + all, next = (REAL *)(h.place_k + all);
     h.q = cut(&next, all * h.d_all), h.k = cut(&next, all * h.d_all), h.v = cut(&next, all * h.e_all);
     h.sum_v = cut(&next, all * h.e_all), h.sum_q = cut(&next, all * h.d_all), h.sum_k = cut(&next, all * h.d_all);
-    h.grad = cut(&next, all * h.e_all), h.dots = cut(&next, all), h.block_q = cut(&next, s[UNION] ? all * s[TABLES] : 0);
-    h.block_k = next;
+    h.grad = cut(&next, all * h.e_all), h.dots = cut(&next, all);
+    h.nearest = cut(&next, all), h.denominator = cut(&next, all);
+    h.block_q = cut(&next, s[UNION] ? all * s[TABLES] : 0), h.block_k = next;
     return h;
 }
 
@@ -229,8 +231,8 @@ static inline REAL row_minimum(const REAL *gap, int64_t width) {
     return -most;
 }
 
-// Weights exp((nearest - gap) / 2) in place of squared distances; their sum. Below e^-60 they are 0: that is lost beside
-// the 1 of the nearest key, and keeps products with them, here and outside, from becoming subnormal.
+// Weights exp((nearest - gap) / 2) in place of squared distances; their sum. Below e^-60 they are 0: that is lost
+// beside the 1 of the nearest key, and keeps products with them, here and outside, from becoming subnormal.
 static inline REAL exponentiate(REAL *gap, REAL nearest, int64_t width) {
     const vec lowest = -60 - (vec){0};
     vec total = {0};
@@ -244,7 +246,7 @@ static inline REAL exponentiate(REAL *gap, REAL nearest, int64_t width) {
 
 /* [block forward] */
 static inline void attend_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots,
-                                REAL *numbers_k, REAL *nearest, REAL *denominator, const int64_t *s) {
+                                REAL *numbers_k, const int64_t *s) {
     int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
     int64_t earlier = gather_block(h, x, b, table, slots, of_q, numbers_k, s);
     for (int64_t i = 0; i < b.m; i += TILE) {
@@ -254,11 +256,11 @@ static inline void attend_block(const heads *h, const workspace *x, span b, int6
         hide_pairs(h, x->p, rows_q, n, b.m, numbers_k, earlier, all);
         REAL rescale[TILE];
         for (int64_t r = 0; r < n; r++) {
-            REAL old = table ? nearest[rows_q[r]] : INFINITY, now = row_minimum(x->p + r * m, m);
-            nearest[rows_q[r]] = now = old < now ? old : now;
+            REAL old = table ? h->nearest[rows_q[r]] : INFINITY, now = row_minimum(x->p + r * m, m);
+            h->nearest[rows_q[r]] = now = old < now ? old : now;
             rescale[r] = table ? exp((now - old) / 2) : 0;
-            REAL sum = exponentiate(x->p + r * m, now, m), before = table ? denominator[rows_q[r]] : 0;
-            denominator[rows_q[r]] = rescale[r] * before + sum;
+            REAL sum = exponentiate(x->p + r * m, now, m), before = table ? h->denominator[rows_q[r]] : 0;
+            h->denominator[rows_q[r]] = rescale[r] * before + sum;
         }
         product(x->p, m, 1, x->values, e, x->out, e, rows, e, b.m, 0);
         for (int64_t r = 0; r < n; r++) {
@@ -271,12 +273,12 @@ static inline void attend_block(const heads *h, const workspace *x, span b, int6
 }
 
 // Quotients, and the rows back to where they belong.
-static inline void normalise_block(const heads *h, span b, REAL *out, const REAL *nearest, REAL *denominator,
-                                   REAL floor) {
+static inline void normalise_block(const heads *h, span b, REAL *out, REAL *nearest, REAL *denominator, REAL floor) {
     for (int64_t i = 0; i < b.m; i++) {
-        if (floor) denominator[b.at + i] += floor * exp(nearest[b.at + i] / 2);
-        REAL *to = out + (b.head * h->n + b.order_q[i]) * h->e;
-        place(h->sum_v + (b.at + i) * h->e_all, 0, 1, h->e, 1 / denominator[b.at + i], to, 1, h->e);
+        int64_t row = b.at + i, point = b.head * h->n + b.order_q[i];
+        nearest[point] = h->nearest[row];
+        denominator[point] = h->denominator[row] + (floor ? floor * exp(h->nearest[row] / 2) : 0);
+        place(h->sum_v + row * h->e_all, 0, 1, h->e, 1 / denominator[point], out + point * h->e, 1, h->e);
     }
 }
 
@@ -302,7 +304,7 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
                 #pragma omp for
                 for (int64_t i = 0; i < items; i++)
                     attend_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots,
-                                 w.numbers_k, nearest + at, denominator + at, s);
+                                 w.numbers_k, s);
             }
             #pragma omp for
             for (int64_t i = 0; i < items; i++)
@@ -316,25 +318,27 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
 }
 
 /* [sorted gradients] */
-// Gradients of the output into the order of the first table, divided by the denominators, and times the output.
-static inline void sort_gradients(const heads *h, span b, const REAL *grad, const REAL *out, const REAL *denominator) {
+// Gradients of the output into the order of the first table, divided by the denominators; and times the output.
+static inline void sort_gradients(const heads *h, span b, const REAL *grad, const REAL *out, const REAL *nearest,
+                                  const REAL *denominator) {
     for (int64_t i = 0; i < b.m; i++) {
-        int64_t point = (b.head * h->n + b.order_q[i]) * h->e;
-        REAL *to = h->grad + (b.at + i) * h->e_all, dot = 0;
-        place(grad + point, 0, 1, h->e, 1 / denominator[b.at + i], to, 1, h->e_all);
+        int64_t row = b.at + i, point = b.head * h->n + b.order_q[i];
+        REAL *to = h->grad + row * h->e_all, dot = 0;
+        place(grad + point * h->e, 0, 1, h->e, 1 / denominator[point], to, 1, h->e_all);
         #pragma omp simd reduction(+ : dot)
-        for (int64_t c = 0; c < h->e; c++) dot += to[c] * out[point + c];
-        h->dots[b.at + i] = dot;
+        for (int64_t c = 0; c < h->e; c++) dot += to[c] * out[point * h->e + c];
+        h->dots[row] = dot, h->nearest[row] = nearest[point];
     }
 }
 
-static inline void copy_back(const REAL *from, int64_t all, const int64_t *order, int64_t rows, REAL *x, int64_t width) {
+static inline void copy_back(const REAL *from, int64_t all, const int64_t *order, int64_t rows, REAL *x,
+                             int64_t width) {
     for (int64_t i = 0; i < rows; i++) place(from + i * all, all, 1, width, 1, x + order[i] * width, 1, width);
 }
 
 /* [block backward] */
 static inline void differentiate_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots,
-                                       REAL *numbers_k, const REAL *nearest, const int64_t *s) {
+                                       REAL *numbers_k, const int64_t *s) {
     int64_t d = h->d_all, e = h->e_all, m = padded(b.m), all = s[TOGETHER] * h->n, *of_q = slots + s[BLOCK];
     int64_t earlier = gather_block(h, x, b, table, slots, of_q, numbers_k, s);
     place_columns(x->values, e, b.m, h->e, x->values_t, m);
@@ -346,7 +350,7 @@ static inline void differentiate_block(const heads *h, const workspace *x, span 
         product(x->out, e, 1, x->values_t, m, x->u, m, rows, m, h->e, 0);
         for (int64_t r = 0; r < n; r++) {
             REAL *p = x->p + r * m, *u = x->u + r * m, mean = h->dots[rows_q[r]];
-            exponentiate(p, nearest[rows_q[r]], m);
+            exponentiate(p, h->nearest[rows_q[r]], m);
             for (int64_t j = 0; j < m; j += LANES) *at(u + j) = *at(p + j) * (*at(u + j) - mean);
         }
         memset(x->u + n * m, 0, (rows - n) * m * sizeof(REAL));
@@ -375,14 +379,14 @@ int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, cons
             for (int64_t i = 0; i < items; i++) {
                 span b = block_of(i, 0, from, &h, order_q, order_k, count, s);
                 sort_block(&h, b, q + at * h.d, k + at * h.d, v + at * h.e);
-                sort_gradients(&h, b, grad + at * h.e, out + at * h.e, denominator + at);
+                sort_gradients(&h, b, grad + at * h.e, out + at * h.e, nearest + at, denominator + at);
             }
             if (s[UNION]) number_blocks(&h, items, from, order_q, order_k, count, s);
             for (int64_t table = 0; table < s[TABLES]; table++) {
                 #pragma omp for
                 for (int64_t i = 0; i < items; i++)
                     differentiate_block(&h, &w.x, block_of(i, table, from, &h, order_q, order_k, count, s), table, w.slots,
-                                        w.numbers_k, nearest + at, s);
+                                        w.numbers_k, s);
             }
             #pragma omp for
             for (int64_t i = 0; i < items; i++) {

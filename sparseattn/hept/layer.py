@@ -135,7 +135,7 @@ def _aux_values(codes, q, k, coords, directions):
         return [(s, s) for s in shared]
     return [(raw_codes(q, d), raw_codes(k, d)) for d in directions]
 
-
+# %% ../../nbs/hept/38_layer.ipynb #38labe02
 def _labels(values, buckets, mask, as_released=False):
     "Combined aux codes of queries and keys, (tables, b, h, n) each."
     real = None if mask is None else mask[None, :, None]
