@@ -2693,6 +2693,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'sparseattn/sampled/attention.py'),
                                               'sparseattn.sampled.attention._operator_backward': ( 'sampled/attention.html#_operator_backward',
                                                                                                    'sparseattn/sampled/attention.py'),
+                                              'sparseattn.sampled.attention._output': ( 'sampled/attention.html#_output',
+                                                                                        'sparseattn/sampled/attention.py'),
                                               'sparseattn.sampled.attention._reference': ( 'sampled/attention.html#_reference',
                                                                                            'sparseattn/sampled/attention.py'),
                                               'sparseattn.sampled.attention._rows': ( 'sampled/attention.html#_rows',

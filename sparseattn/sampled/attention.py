@@ -123,7 +123,7 @@ def _attend_in_c(kernels, diagnose, q, k, v, order, count, form, scale):
         diagnose()
     return out, share
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51cpass2
 def _attend_backward_in_c(kernels, q, k, v, order, count, share, form, scale, grad):
     "`_attend_backward`."
     to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
@@ -148,16 +148,22 @@ def _forms(x, diagnose=None):
     return functools.partial(_attend_in_c, kernels, diagnose), functools.partial(_attend_backward_in_c, kernels)
 
 # %% ../../nbs/sampled/51_attention.ipynb #51autfn1
+def _output(q, k, v, order, count, scale, diagnose):
+    "Output (b, h, n, d), what the gradient needs, and the form of the rows."
+    *rows, form = _flat(q, k, v)
+    out, share = _forms(q, diagnose)[0](*rows, order, count, form, scale)
+    return _unflatten(out, form), (*rows, order, count, share), form
+
+# %% ../../nbs/sampled/51_attention.ipynb #51autfn2
 class _CycleAttention(torch.autograd.Function):
     "The output, with its gradient."
 
     @staticmethod
     def forward(ctx, q, k, v, order, count, scale, diagnose):
-        *rows, form = _flat(q, k, v)
-        out, share = _forms(q, diagnose)[0](*rows, order, count, form, scale)
-        ctx.save_for_backward(q, k, v, *rows, order, count, share)
+        out, saved, form = _output(q, k, v, order, count, scale, diagnose)
+        ctx.save_for_backward(q, k, v, *saved)
         ctx.rest = form, scale
-        return _unflatten(out, form)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
@@ -192,7 +198,7 @@ def _(q, k, v, *_):
 def _(q, k, v, *_):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51opfn03
 def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:5], output[1])
     ctx.rest = inputs[5:]
@@ -206,6 +212,12 @@ _operator.register_autograd(_differentiate, setup_context=_keep)
 _operator.register_autocast("cpu", torch.float32)
 
 # %% ../../nbs/sampled/51_attention.ipynb #692529dd
+def _compiled(q, k, v, order, count, scale):
+    "`_composed`, by the operator."
+    *rows, form = _flat(q, k, v)
+    return _unflatten(_operator(*rows, order, count, *form[1:], scale)[0], form)
+
+# %% ../../nbs/sampled/51_attention.ipynb #51cycfn2
 def _cycle_attention(q, k, v, order, scale, mask, diagnose=None):
     "`order` (r, s, n), checked unless a kernel will look at it: with a mask, or without kernels."
     dtype, scale = q.dtype, q.shape[3] ** -0.5 if scale is None else scale
@@ -218,15 +230,11 @@ def _cycle_attention(q, k, v, order, scale, mask, diagnose=None):
         out = _composed(*arguments)
     elif torch.compiler.is_compiling():
         out = _compiled(*arguments)
-    else:
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _CycleAttention.apply(*arguments, diagnose)
+    else:
+        out = _output(*arguments, diagnose)[0]
     return _clear(out.to(dtype), mask)
-
-
-def _compiled(q, k, v, order, count, scale):
-    "`_composed`, by the operator."
-    *rows, form = _flat(q, k, v)
-    return _unflatten(_operator(*rows, order, count, *form[1:], scale)[0], form)
 
 # %% ../../nbs/sampled/51_attention.ipynb #8a1db469
 def _check_input(q, k, v, order, mask, impl, scale):
@@ -237,7 +245,7 @@ def _check_input(q, k, v, order, mask, impl, scale):
     _check_order_fits(order, q)
     check_choice("impl", impl, ("fast", "reference"))
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51chkfn2
 def _check_order_fits(order, q):
     _check_order_form("order", order, q.shape[2])
     if order.shape[:-1] not in ((), q.shape[:1], q.shape[:2]):
@@ -364,7 +372,7 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
     check_qkv(q, k, v, mask)
     return _window_attention(q, k, v, _three(order), window, scale, mask)
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51winfn2
 def _windows_as_matrix(order, window, mask, q):
     "The pattern of every cloud and head, by `opening_pattern` on its real points."
     batch, heads, n, _ = q.shape
@@ -376,7 +384,7 @@ def _windows_as_matrix(order, window, mask, q):
         pattern[b, h, kept[:, None], kept] = opening_pattern(places, window)
     return pattern
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51winfn3
 def _window_attention(q, k, v, order, window, scale, mask):
     "`order` (r, s, n)."
     order, keys, counts = _windows(order, window, mask)
@@ -651,7 +659,7 @@ def _of_two(q, keys, values):
     scores = torch.einsum("bhnd,bhnsd->bhns", q, keys) * q.shape[3] ** -0.5
     return torch.einsum("bhns,bhnsd->bhnd", scores.softmax(-1), values)
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51indfn1
 def _indexed(q, k, v, order):
     both = _both(order)
     return _of_two(q, k[:, :, both], v[:, :, both])
