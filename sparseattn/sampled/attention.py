@@ -676,55 +676,73 @@ def _compiled_cycle():
     return torch.compile(cycle_attention, dynamic=True, fullgraph=True)
 
 # %% ../../nbs/sampled/51_attention.ipynb #cb4cc77a
-def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False, compiled: bool = False,
-                device: str | torch.device = "cpu") -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`: gather, indexing, cycle, dense, a copy of the floor's bytes.
+def _timed(form, q, k, v, order, backward):
+    "A call without arguments; with `backward` it gives the gradients of queries, keys and values."
+    if not backward:
+        return torch.no_grad()(lambda: form(q, k, v, order))
+    leaves, ones = [x.detach().clone().requires_grad_() for x in (q, k, v)], torch.ones_like(v)
+    return torch.enable_grad()(lambda: torch.autograd.grad(form(*leaves, order), leaves, ones))
 
-    Dense attention takes part up to 4096 points; the compiled cycle if asked for.
+
+def _exact(q, k, v, order):
+    return _composed(q, k, v, _three(order), None, q.shape[3] ** -0.5)
+
+
+def _dense(q, k, v, order):
+    return F.scaled_dot_product_attention(q, k, v)
+
+# %% ../../nbs/sampled/51_attention.ipynb #51cases1
+def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False, compiled: bool = False,
+                device: str | torch.device = "cpu", inputs: tuple | None = None) -> dict:
+    """Contenders for `lab.measure`: the cycle, gather, indexing; as rivals dense attention and a copy of the floor's bytes.
+
+    Args:
+        n, heads, width: of random input. device: where it is.
+        backward: gradients of queries, keys and values; without the copy.
+        compiled: the compiled cycle takes part; needs a C++ compiler.
+        inputs: (q, k, v, order) in place of random ones. Dense attention takes part up to 4096 points.
 
     Example:
         >>> list(cycle_cases(64))
-        ['gather', 'indexed', 'cycle', 'dense', 'copy']
+        ['cycle', 'gather', 'indexed', 'rivals', 'exact']
     """
     draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
-    q, k, v = (x.requires_grad_(backward) for x in torch.randn(3, 1, heads, n, width, **draw).unbind())
-    order, source, target = sample_cycle(n, **draw), *torch.zeros(2, 2, heads, n, width, device=device)
-    forms = {"gather": _gathered, "indexed": _indexed, "cycle": cycle_attention}
+    q, k, v, order = inputs or (*torch.randn(3, 1, heads, n, width, **draw), sample_cycle(n, **draw))
+    forms = {"cycle": cycle_attention, "gather": _gathered, "indexed": _indexed}
     forms |= {"compiled": _compiled_cycle()} if compiled else {}
-    cases = {name: lambda f=f: f(q, k, v, order) for name, f in forms.items()}
-    if n <= 4096:
-        cases["dense"] = lambda: F.scaled_dot_product_attention(q, k, v)
-    if backward:
-        ones = torch.ones_like(q)
-        return {name: lambda f=f: torch.autograd.grad(f(), (q, k, v), ones) for name, f in cases.items()}
-    return cases | {"copy": lambda: target.copy_(source)}
+    rivals = {"dense": _timed(_dense, q, k, v, order, backward)} if q.shape[2] <= 4096 else {}
+    if not backward:
+        source, target = torch.zeros(2, 2, *v.shape, dtype=v.dtype, device=v.device)
+        rivals["copy"] = lambda: target.copy_(source)
+    return {name: _timed(form, q, k, v, order, backward) for name, form in forms.items()} | {
+        "rivals": rivals, "exact": _timed(_exact, q.double(), k.double(), v.double(), order, backward)}
 
-
+# %% ../../nbs/sampled/51_attention.ipynb #51cases2
 def cycle_cases_backward(n: int, device: str | torch.device = "cpu") -> dict:
     """The contenders of `cycle_cases`, forward and backward.
 
     Example:
         >>> list(cycle_cases_backward(64))
-        ['gather', 'indexed', 'cycle', 'dense']
+        ['cycle', 'gather', 'indexed', 'rivals', 'exact']
     """
     return cycle_cases(n, backward=True, device=device)
 
 
-def cycle_cases_compiled(n: int) -> dict:
+def cycle_cases_compiled(n: int, device: str | torch.device = "cpu") -> dict:
     """The contenders of `cycle_cases` and the compiled cycle; needs a C++ compiler.
 
     Example:
         >>> "compiled" in cycle_cases_compiled(64)
         True
     """
-    return cycle_cases(n, compiled=True)
+    return cycle_cases(n, compiled=True, device=device)
 
 
-def cycle_cases_backward_compiled(n: int) -> dict:
+def cycle_cases_backward_compiled(n: int, device: str | torch.device = "cpu") -> dict:
     """The contenders of `cycle_cases_compiled`, forward and backward.
 
     Example:
         >>> "compiled" in cycle_cases_backward_compiled(64)
         True
     """
-    return cycle_cases(n, backward=True, compiled=True)
+    return cycle_cases(n, backward=True, compiled=True, device=device)

@@ -7,6 +7,7 @@ __all__ = ['samsa_attention', 'Importance', 'samsa_flops', 'SAMSAAttention', 'sa
 
 # %% ../../nbs/samsa/71_attention.ipynb #80c1b540
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -505,46 +506,66 @@ def _expanded(q, k, v, scores, samples):
     return ((q @ keys.mT) * q.shape[3] ** -0.5).softmax(-1) @ values
 
 
+def _of_random(n, heads, width, device):
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
+    return *torch.randn(3, 1, heads, n, width, **draw), torch.randn(1, heads, n, **draw)
+
+# %% ../../nbs/samsa/71_attention.ipynb #71cases1
 def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64,
-                device: str | torch.device = "cpu") -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`, forward: this, attention to k given keys, a plain form, dense.
+                device: str | torch.device = "cpu", inputs: tuple | None = None) -> dict:
+    """Contenders for `lab.measure`, forward: this, a plain form; as rivals attention to k given keys, and dense.
 
     Attention to given keys and dense attention by the same tiles as this, which are for CPUs, and by torch's kernel.
     The plain form and dense attention take part up to 4096 tokens.
 
+    Args:
+        n, heads, width: of random input. device: where it is. samples: keys a head.
+        inputs: (q, k, v, scores) in place of random ones.
+
     Example:
-        >>> list(samsa_cases(64, 16))
-        ['samsa', 'given keys', 'given keys, torch', 'gather', 'dense', 'dense, torch']
+        >>> cases = samsa_cases(64, 16)
+        >>> list(cases), list(cases["rivals"])
+        (['samsa', 'gather', 'exact', 'rivals'], ['given keys', 'given keys, torch', 'dense', 'dense, torch'])
     """
-    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
-    q, k, v = torch.randn(3, 1, heads, n, width, **draw)
-    scores = torch.randn(1, heads, n, **draw)
+    q, k, v, scores = inputs or _of_random(n, heads, width, device)
     given = [_taken(x, scores.topk(samples).indices, None) for x in (k, v)]
     rows, every = torch.cat(given, -1), torch.cat([k, v], -1)
-    cases = {"samsa": lambda: samsa_attention(q, k, v, scores, samples=samples),
-             "given keys": lambda: few_keys_attention(q, rows),
-             "given keys, torch": lambda: F.scaled_dot_product_attention(q, *given)}
-    slow = {"gather": lambda: _expanded(q, k, v, scores, samples),
-            "dense": lambda: few_keys_attention(q, every),
-            "dense, torch": lambda: F.scaled_dot_product_attention(q, k, v)}
-    return cases | (slow if n <= 4096 else {})
+    small = q.shape[2] <= 4096
+    forms = {"samsa": lambda: samsa_attention(q, k, v, scores, samples=samples)}
+    forms |= {"gather": lambda: _expanded(q, k, v, scores, samples)} if small else {}
+    rivals = {"given keys": lambda: few_keys_attention(q, rows),
+              "given keys, torch": lambda: F.scaled_dot_product_attention(q, *given)}
+    rivals |= {"dense": lambda: few_keys_attention(q, every),
+               "dense, torch": lambda: F.scaled_dot_product_attention(q, k, v)} if small else {}
+    exact = lambda: _expanded(q.double(), k.double(), v.double(), scores, samples)  # noqa: E731
+    plain = {name: torch.no_grad()(form) for name, form in (forms | {"exact": exact}).items()}
+    return plain | {"rivals": {name: torch.no_grad()(form) for name, form in rivals.items()}}
+
+# %% ../../nbs/samsa/71_attention.ipynb #71pullf1
+def _pulled(form, *tensors):
+    "A call without arguments that gives the gradients of the tensors."
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    return torch.enable_grad()(lambda: torch.autograd.grad(form(*leaves).sum(), leaves))
 
 # %% ../../nbs/samsa/71_attention.ipynb #814d2cf1
 def samsa_cases_backward(n: int, samples: int = 128, heads: int = 8, width: int = 64,
-                         device: str | torch.device = "cpu") -> dict:
-    """Contenders, forward and backward: hard and soft, the soft form by matrices that select, dense.
+                         device: str | torch.device = "cpu", inputs: tuple | None = None) -> dict:
+    """Contenders, forward and backward: soft, and soft by matrices that select; as rivals hard, and dense up to 4096 tokens.
+
+    Args:
+        n, samples, heads, width, device, inputs: as of `samsa_cases`.
 
     Example:
-        >>> list(samsa_cases_backward(64, 16))
-        ['hard', 'soft', 'matrices', 'dense, torch']
+        >>> cases = samsa_cases_backward(64, 16)
+        >>> list(cases), list(cases["rivals"])
+        (['soft', 'matrices', 'rivals', 'exact'], ['hard', 'dense, torch'])
     """
-    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
-    tensors = [x.requires_grad_() for x in torch.randn(3, 1, heads, n, width, **draw).unbind()]
-    scores, noise = torch.randn(1, heads, n, **draw), gumbel((1, heads, n), **draw)
-    tensors, ones = [*tensors, scores.requires_grad_()], torch.ones(1, heads, n, width, device=device)
-    options = {"hard": {}, "soft": {"hard": False}, "matrices": {"hard": False, "impl": "reference"}}
-    cases = {name: lambda o=o: samsa_attention(*tensors, samples=samples, noise=noise, **o)
-             for name, o in options.items()}
-    cases |= {"dense, torch": lambda: F.scaled_dot_product_attention(*tensors[:3])} if n <= 4096 else {}
-    return {name: lambda name=name, f=f: torch.autograd.grad(f(), tensors[: 3 + (name != "dense, torch")], ones)
-            for name, f in cases.items()}
+    tensors = inputs or _of_random(n, heads, width, device)
+    noise = gumbel(tuple(tensors[3].shape), generator=torch.Generator(device).manual_seed(n), device=device)
+    ours = partial(samsa_attention, samples=samples, noise=noise)
+    forms = {"soft": partial(ours, hard=False), "matrices": partial(ours, hard=False, impl="reference")}
+    rivals = {"hard": _pulled(ours, *tensors)}
+    if tensors[0].shape[2] <= 4096:
+        rivals["dense, torch"] = _pulled(F.scaled_dot_product_attention, *tensors[:3])
+    return {name: _pulled(form, *tensors) for name, form in forms.items()} | {
+        "rivals": rivals, "exact": _pulled(forms["matrices"], *(x.double() for x in tensors))}

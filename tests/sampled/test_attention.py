@@ -10,6 +10,7 @@ import torch
 
 from sparseattn.core.attention import dense_attention
 from sparseattn.core.transformer import DenseAttention, Encoder
+from sparseattn.lab import measure
 from sparseattn.sampled import attention as module
 from sparseattn.sampled.attention import (SampledAttention, composed_windows, cycle_attention, random_keys_attention,
                                           sample_two_keys, window_attention)
@@ -307,6 +308,14 @@ def test_bad_input():
 def test_layer_refuses_a_bad_order(options, mask, order, message):
     with pytest.raises(ValueError, match=f"order must .*{message}"):
         SampledAttention(8, 2, **options)(torch.zeros(2, 4, 8), mask=mask, order=order)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_contenders_agree(backward):
+    inputs = *torch.randn(3, 2, 3, 33, 4), sample_cycle(33)
+    for cases in (module.cycle_cases(40, 2, 8, backward=backward), module.cycle_cases(0, backward=backward, inputs=inputs)):
+        errors = measure.contest("cycle", cases).errors()
+        assert list(errors) == ["cycle", "gather", "indexed"] and max(errors.values()) < 1e-5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
