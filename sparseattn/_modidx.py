@@ -3176,6 +3176,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'sparseattn.samsa.sampling._slopes': ( 'samsa/sampling.html#_slopes',
                                                                                   'sparseattn/samsa/sampling.py'),
                                            'sparseattn.samsa.sampling._soft': ('samsa/sampling.html#_soft', 'sparseattn/samsa/sampling.py'),
+                                           'sparseattn.samsa.sampling._step': ('samsa/sampling.html#_step', 'sparseattn/samsa/sampling.py'),
                                            'sparseattn.samsa.sampling._take': ('samsa/sampling.html#_take', 'sparseattn/samsa/sampling.py'),
                                            'sparseattn.samsa.sampling._tiles': ( 'samsa/sampling.html#_tiles',
                                                                                  'sparseattn/samsa/sampling.py'),

@@ -40,7 +40,7 @@ COSTS = {
     "pat/60_layers": ("pat.layers", "5625ed8a 8e1e4f71 60real02 60real03 4402d203", {}),
     "pat/62_shapes": ("studies.pat_shapes", "aae908e5 b032c29a cdade614 0a654c3d d62bee7c", {"megabytes": id}),
     "pat/64_gestures": ("studies.gestures", "f8637258 799dac4b 4d9514ca 6409001e 89702f53 5111679a c4fccccc", {}),
-    "samsa/70_sampling": ("samsa.sampling", "e35c0681 317b7f20 593ea976", {}),
+    "samsa/70_sampling": ("samsa.sampling", "e35c0681 317b7f20 70real01 70real02 70real03 70real04 70real05 593ea976", {}),
     "samsa/71_attention": ("samsa.attention", "6126ca17 f36264cc b3c98ae6 71real01 71real02 71real03 71real04 71real05 71real06 e6b00f4a", {}),
     "samsa/73_lra": ("studies.samsa_lra", "61fb340f 6236bf53 73stu034 e6614f27 fc3ac365 33d45765", {}),
     "samsa/74_peptides": (

@@ -6,6 +6,8 @@
 __all__ = ['sample_with_replacement', 'sample_without_replacement', 'swap_flops', 'sampling_cases']
 
 # %% ../../nbs/samsa/70_sampling.ipynb #52c26e80
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -313,21 +315,32 @@ def _gathered(x, scores, noise, k, tau, hard):
     return _compared_rows(*_take(x, index).split(k, 1), top, k, tau, hard)
 
 
+def _step(form, x, scores):
+    "A call without arguments that gives the gradients of tokens and scores."
+    leaves = [part.detach().clone().requires_grad_() for part in (x, scores)]
+    return torch.enable_grad()(lambda: torch.autograd.grad(form(*leaves).sum(), leaves))
+
+# %% ../../nbs/samsa/70_sampling.ipynb #70cases1
 def sampling_cases(n: int, k: int = 128, channels: int = 64, batch: int = 4, hard: bool = False,
-                   device: str | torch.device = "cpu") -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`: a training step each, selection matrices first.
+                   device: str | torch.device = "cpu", inputs: tuple | None = None) -> dict:
+    """Contenders for `lab.measure`, a training step each: this, rows gathered, selection matrices; relaxed top-k as a rival.
+
+    Args:
+        n, channels, batch: of random tokens. k: how many are drawn. hard: the form. device: where they are.
+        inputs: (x (b, n, c), scores (b, n)) in place of random ones.
 
     Example:
         >>> list(sampling_cases(8, 2, 3, 1))
-        ['selection matrices', 'relaxed top-k', 'gathered', 'fast']
+        ['fast', 'gathered', 'selection matrices', 'rivals', 'exact']
     """
     draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
-    x = torch.randn(batch, n, channels, **draw).requires_grad_()
-    scores = torch.randn(batch, n, **draw).requires_grad_()
-    noise, ones = gumbel((batch, n), **draw), torch.ones(batch, k, channels, device=device)
-    forms = {"selection matrices": lambda: sample_without_replacement(x, scores, k, noise=noise, hard=hard,
-                                                                      impl="reference"),
-             "relaxed top-k": lambda: _relaxed(scores + noise, k, 1.0) @ x,
-             "gathered": lambda: _gathered(x, scores, noise, k, 1.0, hard),
-             "fast": lambda: sample_without_replacement(x, scores, k, noise=noise, hard=hard)}
-    return {name: lambda form=form: torch.autograd.grad(form(), (x, scores), ones) for name, form in forms.items()}
+    x, scores = inputs or (torch.randn(batch, n, channels, **draw), torch.randn(batch, n, **draw))
+    noise = gumbel(tuple(scores.shape), **draw)
+    ours = partial(sample_without_replacement, k=k, noise=noise, hard=hard)
+    matrices = partial(ours, impl="reference")
+    forms = {"fast": ours, "gathered": lambda x, scores: _gathered(x, scores, noise, k, 1.0, hard),
+             "selection matrices": matrices}
+    rivals = {} if hard or len(x) > 4 else {"relaxed top-k": lambda x, scores: _relaxed(scores + noise, k, 1.0) @ x}
+    return {name: _step(form, x, scores) for name, form in forms.items()} | {
+        "rivals": {name: _step(form, x, scores) for name, form in rivals.items()},
+        "exact": _step(matrices, x.double(), scores.double())}
