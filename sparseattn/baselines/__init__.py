@@ -25,7 +25,14 @@ from sparseattn.baselines.graphs import (
     neighbours,
     orthogonality,
 )
-from sparseattn.baselines.messages import DynamicEdgeLayer, GatedLayer, GCNLayer, GravNetLayer, MessageNetwork, near_others
+from sparseattn.baselines.messages import (
+    DynamicEdgeLayer,
+    GatedLayer,
+    GCNLayer,
+    GravNetLayer,
+    MessageNetwork,
+    near_others,
+)
 from sparseattn.baselines.sets import (
     ISAB,
     MAB,

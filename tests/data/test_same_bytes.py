@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sparseattn.data import collisions, exact, gestures, glue, peptides, scenes, sequences, shapes, toys
+from sparseattn.data import collisions, exact, gestures, glue, particles, peptides, scenes, sequences, shapes, toys
 
 HERE = Path(__file__).parent
 DIGESTS = HERE / "digests.json"
@@ -92,6 +92,14 @@ def hits(count=2000):
     return collisions.simulate_hits(particles, np.random.default_rng(2))
 
 
+def crossing():
+    rng = np.random.default_rng(3)
+    px, py, pz = rng.normal(size=(3, 500))
+    momenta = np.stack([px, py, pz, np.sqrt(px * px + py * py + pz * pz + 0.02)], 1)
+    pdg = rng.choice([22, 211, 130, 14], 500)
+    return particles.make_particles(momenta, pdg, np.arange(500) // 100, np.arange(5), rng=rng)
+
+
 def task(name):
     made = sequences.load_task(name, source="toy", train=24, val=8, test=8, cache=tempfile.mkdtemp(), progress=False)
     return {part: getattr(made, part).tokens for part in ("train", "val", "test")}
@@ -143,6 +151,7 @@ SMALL = {
     "collisions: cloud": lambda: collisions.cloud_of_hits(hits()),
     "collisions: sector": lambda: collisions.sectors(collisions.cloud_of_hits(hits()))[3],
     "collisions: fixture": lambda: collisions.example_clouds()[0],
+    "particles: cloud": crossing,
     "sequences: listops": lambda: sequences.listops_expressions(4, np.random.default_rng(0)),
     "sequences: pathfinder": lambda: sequences.pathfinder_pictures(6, np.random.default_rng(0)),
     "sequences: toy listops": lambda: task("listops"),
@@ -164,14 +173,16 @@ OUTSIDE = {
         "x": peptides.build_shapes(texts(3), (0,), sequence=True, progress=False, root=tempfile.mkdtemp())
     },
     "collisions: Pythia": lambda: collisions.generate_particles(0, pileup=1),
+    "particles: Pythia": lambda: particles._crossing(0, 0, 1),
 }
 #: decimals that are compared: the last bits of these libraries are nobody's promise
-DECIMALS = {"peptides: conformers": 3, "collisions: Pythia": 4}
+DECIMALS = {"peptides: conformers": 3, "collisions: Pythia": 4, "particles: Pythia": 3}
 NEEDS = {
     "glue: sentences": "tokenizers",
     "peptides: graphs": "rdkit",
     "peptides: conformers": "rdkit",
     "collisions: Pythia": "pythia8mc",
+    "particles: Pythia": "pythia8mc",
 }
 
 
@@ -298,7 +309,10 @@ def loose_calls(module):
                     yield name, "argsort without an order of ties"
 
 
-@pytest.mark.parametrize("module", "cache collisions exact gestures glue peptides scenes sequences shapes toys".split())
+MODULES = "cache collisions exact gestures glue particles peptides scenes sequences shapes toys"
+
+
+@pytest.mark.parametrize("module", MODULES.split())
 def test_generators_use_exact_functions(module):
     inexact = [(name, what) for name, what in loose_calls(module) if (module, name) not in ALLOWED]
     assert not inexact
