@@ -118,13 +118,13 @@ def notebook_hash(path: str | Path) -> str:
 
 
 def sources_hash(root: str | Path) -> str:
-    """Hash of every module of the package.
+    """Hash of every module of the package and of its sources in C.
 
     Example:
         >>> len(sources_hash(repo_root()))
         64
     """
-    files = sorted((Path(root) / "sparseattn").rglob("*.py"))
+    files = sorted(f for kind in ("py", "c", "h") for f in (Path(root) / "sparseattn").rglob(f"*.{kind}"))
     return _sha256(b"".join(f.read_bytes() for f in files if f.name != "_modidx.py"))
 
 
