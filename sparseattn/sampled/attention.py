@@ -140,7 +140,7 @@ def _on_gpu(x):
 def _forms(x, diagnose=None):
     "What computes output and gradients of rows like x."
     if _on_gpu(x) and has_values(x):
-        from . import gpu
+        from sparseattn.sampled import gpu
         return gpu.attend, gpu.attend_backward
     kernels = _kernels(x)
     if kernels is None:

@@ -313,7 +313,8 @@ def test_layer_refuses_a_bad_order(options, mask, order, message):
 @pytest.mark.parametrize("backward", [False, True])
 def test_contenders_agree(backward):
     inputs = *torch.randn(3, 2, 3, 33, 4), sample_cycle(33)
-    for cases in (module.cycle_cases(40, 2, 8, backward=backward), module.cycle_cases(0, backward=backward, inputs=inputs)):
+    told = dict(backward=backward)
+    for cases in (module.cycle_cases(40, 2, 8, **told), module.cycle_cases(0, inputs=inputs, **told)):
         errors = measure.contest("cycle", cases).errors()
         assert list(errors) == ["cycle", "gather", "indexed"] and max(errors.values()) < 1e-5
 

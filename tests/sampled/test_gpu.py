@@ -1,4 +1,4 @@
-"""Attention along a cycle on a GPU: both programs give what torch's operations give, and compile for NVIDIA's processors."""
+"""Attention along a cycle on a GPU: both programs give what torch's operations give, and compile for NVIDIA."""
 
 import subprocess
 import sys
@@ -30,7 +30,8 @@ def _to(x):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("n, lead, by_point, padded", [
-    (1, (), False, False), (2, (2, 3), True, False), (3, (2,), False, True), (33, (), True, True), (301, (2, 3), False, True)])
+    (1, (), False, False), (2, (2, 3), True, False), (3, (2,), False, True), (33, (), True, True),
+    (301, (2, 3), False, True)])
 def test_equals_torch(n, lead, by_point, padded, dtype):
     from sparseattn.sampled import gpu
 
@@ -59,7 +60,7 @@ def test_the_layer_takes_them(monkeypatch):
     """Through the public function: outputs and all gradients, as on a GPU."""
     monkeypatch.setattr(attention, "_on_gpu", lambda x: True)
     x = torch.randn(3, 2, 3, 9, 4, dtype=torch.float64, device=DEVICE)
-    order, mask = sample_cycle(9, device=DEVICE), torch.arange(9, device=DEVICE) < torch.tensor([[9], [4]], device=DEVICE)
+    order, mask = sample_cycle(9, device=DEVICE), (torch.arange(9) < torch.tensor([[9], [4]])).to(DEVICE)
     found = []
     for impl in ("fast", "reference"):
         leaves = [part.clone().requires_grad_() for part in x]
