@@ -203,7 +203,7 @@ def _absolute(source: str, module: str) -> str:
         up = parent[: len(parent) - len(match[2]) + 1]
         return f"{match[1]}from {'.'.join(up + [match[3]] if match[3] else up)} import"
 
-    return re.sub(r"^( *)from (\.+)([\w.]*) import", full, source, flags=re.M)
+    return re.sub(r"^( *)from (\.+)([\w.]*) import", full, source, flags=re.M)  # inside functions too
 
 
 def test_metadata_agree():

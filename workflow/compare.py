@@ -25,6 +25,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 import graph
 
+TRACE = "trace.csv"  #: lines of a clock, from which other tables are made; not compared
 CLOCK = "a clock"  #: in place of a setting: the column is a time, or memory in use
 OPEN = ("not attempted", "undecided")  #: verdicts of a run too small to decide
 Rows = list[dict[str, str]]
@@ -74,7 +75,7 @@ def compare(notebook: graph.Notebook, ours: Path, theirs: Path) -> list[Table]:
     """
     scales = [json.loads((f / "run.json").read_text(encoding="utf-8"))["scale"] for f in (ours, theirs)]
     rules, tables = settings()["differ"].get(notebook.stem, {}), []
-    for name in sorted({p.name for folder in (ours, theirs) for p in folder.glob("*.csv")}):
+    for name in sorted({p.name for folder in (ours, theirs) for p in folder.glob("*.csv")} - {TRACE}):
         missing = [f"missing {side}" for side, f in (("here", ours), ("there", theirs)) if not (f / name).exists()]
         if missing:
             tables.append(Table(notebook.stem, name, missing[0], ()))

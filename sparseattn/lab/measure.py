@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -669,9 +670,11 @@ def _words(sizes):
 
 
 def _versions():
-    import sparseattn
-
-    return f"sparseattn {sparseattn.__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    try:
+        ours = metadata.version("sparseattn")
+    except metadata.PackageNotFoundError:
+        ours = "not installed"
+    return f"sparseattn {ours}, torch {torch.__version__}, python {platform.python_version()}"
 
 
 def allocator() -> str:

@@ -307,7 +307,7 @@ class Run(_Setup):
 
     def claim(self, id, **facts):
         "Record a claim whose verdict is computed from checks, see `sparseattn.lab.claims.claim`."
-        return self._record(_claims.claim(id, notebook=self.stem, scale=self.scale, paper=self.paper, **facts))
+        return self._record(_claims.claim(id, **{"notebook": self.stem, "scale": self.scale, "paper": self.paper, **facts}))
 
     def reproduce(self, id, **facts):
         "Record a number of the paper beside ours, see `sparseattn.lab.claims.reproduce`."
@@ -319,7 +319,7 @@ class Run(_Setup):
 
     def not_attempted(self, id, **facts):
         "Record a claim that nothing was run for, with the reason."
-        return self._record(_claims.not_attempted(id, notebook=self.stem, paper=self.paper, **facts))
+        return self._record(_claims.not_attempted(id, **{"notebook": self.stem, "paper": self.paper, **facts}))
 
     def _record(self, claim):
         if any(claim.id == other.id for other in self.claims):
