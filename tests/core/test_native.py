@@ -349,7 +349,7 @@ from sparseattn.samsa.sampling import sample_without_replacement
 native._FLAGS[0] = "-O1"
 assert native.native_info()["used"], native.native_info()
 LAYERS = [("hept", dict(coord_dims=2, block_size=8)), ("hept", dict(coord_dims=2, block_size=8, combine="union")),
-          ("sampled", {}), ("samsa", dict(samples=5)), ("samsa", dict(samples=5, hard=False))]
+          ("sbm", dict(clusters=6)), ("sampled", {}), ("samsa", dict(samples=5)), ("samsa", dict(samples=5, hard=False))]
 torch.manual_seed(0)
 for (name, options), dtype, n in itertools.product(LAYERS, (torch.float32, torch.float64), (1, 29)):
     layer = make_attention(name, 16, 4, **options).to(dtype)
