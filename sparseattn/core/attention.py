@@ -585,8 +585,9 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     check_scale(scale)
     _check_collectors(edges, presence, candidates, absence, (batch * heads, n, m))
     scale = d**-0.5 if scale is None else scale
-    compiling, all_pairs = torch.compiler.is_compiling(), _ALL_PAIRS * batch * heads * n * m
-    whole = impl == "reference" or not compiling and edges.shape[1] > all_pairs
+    compiling, all_pairs = torch.compiler.is_compiling(), batch * heads * n * m
+    most = _ALL_PAIRS if presence is None and absence is None else _ALL_PAIRS_WITH_PRESENCE
+    whole = impl == "reference" or not compiling and edges.shape[1] > most * all_pairs
     if q.dtype in (torch.float16, torch.bfloat16) and (whole or transformed(q, k, v) or not _on_gpu(q)):
         q, k, v = q.float(), k.float(), v.float()
     if whole:
@@ -669,8 +670,9 @@ def _without(w):
     return (1 - w).clamp(min=torch.finfo(w.dtype).eps)
 
 # %% ../../nbs/core/00_attention.ipynb #24d740cc
-# share of all pairs from which working on all of them is cheaper than working on the list
-_ALL_PAIRS = 0.2
+# share of all pairs from which working on all of them is cheaper than working on the list; more of them with presence, which
+# torch's kernel does not know
+_ALL_PAIRS, _ALL_PAIRS_WITH_PRESENCE = 0.3, 0.6
 
 
 def _on_all_pairs(q, k, v, edges, presence, rule, candidates, absence, scale, impl):
@@ -743,15 +745,15 @@ def _composed_pattern(q, k, v, presence, absence, pattern, candidates, scale, ru
     if rule == "weight":
         w = w * presence
         w = w / w.sum(-1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
-    out = w @ v
+    out = plain = w @ v
     if absence is not None:
         slope = torch.where(candidates, absence, 0) * _share_if_added(scores, pattern)
-        out = out + slope @ v - slope.sum(-1, keepdim=True) * out
+        out = out + slope @ v - slope.sum(-1, keepdim=True) * plain
     if rule != "removal":
         return out
     alone = pattern.sum(-1, keepdim=True) == 1
     slope = torch.where(pattern, presence - presence.detach(), 0) * torch.where(alone, 1, w / _without(w))
-    return out + slope @ v - slope.masked_fill(alone, 0).sum(-1, keepdim=True) * out
+    return out + slope @ v - slope.masked_fill(alone, 0).sum(-1, keepdim=True) * plain
 
 
 def _share_if_added(scores, pattern):
@@ -835,12 +837,12 @@ def _composed_on_list(q, k, v, presence, absence, row, column, absent_row, absen
         return values.new_zeros(len(q), *values.shape[1:]).index_add(0, row, values)
 
     ones = q.new_ones(len(row)) if presence is None else presence
-    scores = (q[row] * k[column]).sum(1) * scale * (ones if rule == "score" else 1)
+    bare = (q[row] * k[column]).sum(1) * scale
+    scores = bare * ones if rule == "score" else bare
     with torch.no_grad():
         largest = scores.new_full((len(q),), -math.inf).scatter_reduce(0, row, scores, "amax")
     w = (scores - largest[row]).exp() * (ones if rule == "weight" else 1)
-    total = added(w, row)
-    w = w / total[row]
+    w = w / added(w, row)[row]
     out = plain = added(w[:, None] * v[column], row)
     if rule == "removal":
         alone = (row.bincount(minlength=len(q)) == 1)[row]
@@ -849,6 +851,7 @@ def _composed_on_list(q, k, v, presence, absence, row, column, absent_row, absen
     if absence is None:
         return out
     score = (q[absent_row] * k[absent_column]).sum(1) * scale
+    total = added((bare - largest[row]).exp(), row)
     log_total = total.masked_fill(total == 0, 1).log() + largest
     share = torch.sigmoid(score - log_total[absent_row])
     return out + added((absence * share)[:, None] * (v[absent_column] - plain[absent_row]), absent_row)

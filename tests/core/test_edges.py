@@ -39,7 +39,8 @@ SHAPES = [(1, 1), (1, 9), (9, 1), (17, 30), (40, 40)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_equals_the_pattern(shape, density, all_pairs, size, monkeypatch):
-    monkeypatch.setattr(module, "_ALL_PAIRS", all_pairs)
+    for name in ("_ALL_PAIRS", "_ALL_PAIRS_WITH_PRESENCE"):
+        monkeypatch.setattr(module, name, all_pairs)
     q, k, v, pattern = draw(*shape, density, size=size)
     edges = pattern.nonzero().T
     literal = results(lambda *x: dense_attention(*x, pattern=pattern.view(2, 3, *shape)), q, k, v)
@@ -110,7 +111,8 @@ def test_bad_edges(case):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("which", range(3))
 def test_any_number_of_an_edge_that_is_not_finite_is_seen(which, value, all_pairs, monkeypatch):
-    monkeypatch.setattr(module, "_ALL_PAIRS", all_pairs)
+    for name in ("_ALL_PAIRS", "_ALL_PAIRS_WITH_PRESENCE"):
+        monkeypatch.setattr(module, name, all_pairs)
     for row, channel, sign in itertools.product(range(3), range(4), (1, -1)):
         x = torch.ones(3, 1, 1, 3, 4)
         x[0] *= sign  # with ones on the other side, a key of -inf has a score of -inf, and so no weight
@@ -135,7 +137,8 @@ def loss(q, k, v, edges, **options):
 @pytest.mark.parametrize("rule", PRESENCE_RULES)
 @pytest.mark.parametrize("shape", [(1, 1), (9, 1), (17, 30)], ids=str)
 def test_presence_gradients(shape, rule, all_pairs, monkeypatch):
-    monkeypatch.setattr(module, "_ALL_PAIRS", all_pairs)
+    for name in ("_ALL_PAIRS", "_ALL_PAIRS_WITH_PRESENCE"):
+        monkeypatch.setattr(module, name, all_pairs)
     q, k, v, pattern = draw(*shape, 0.3)
     edges = pattern.nonzero().T
     edges = edges[:, torch.randperm(edges.shape[1], generator=torch.Generator().manual_seed(2))]
@@ -219,7 +222,8 @@ def test_second_derivatives_on_the_list_are_those_on_all_pairs(rule, density, mo
     edges = pattern.nonzero().T
     found = []
     for all_pairs in (0.0, 2.0):
-        monkeypatch.setattr(module, "_ALL_PAIRS", all_pairs)
+        for name in ("_ALL_PAIRS", "_ALL_PAIRS_WITH_PRESENCE"):
+            monkeypatch.setattr(module, name, all_pairs)
         def attend(q, k, v, p):
             return edge_attention(q, k, v, edges, presence=p, rule=rule)
         leaves = q, k, v, q.new_ones(edges.shape[1])
@@ -271,7 +275,7 @@ def _asked(q, k, v, pattern, seed=3):
 @pytest.mark.parametrize("impl", ["list", "pairs", "reference"])
 def test_absence_is_what_adding_an_edge_changes(impl, size, monkeypatch):
     "For a loss that is linear in the output, each candidate by itself; a query without an edge is among them."
-    monkeypatch.setattr(module, "_ALL_PAIRS", 0.0 if impl == "pairs" else 2.0)
+    monkeypatch.setattr(module, "_ALL_PAIRS_WITH_PRESENCE", 0.0 if impl == "pairs" else 2.0)
     q, k, v, pattern = draw(7, 9, 0.3, batch=1, heads=2, size=size)
     pattern[1, 3] = False
     edges, candidates = _asked(q, k, v, pattern)

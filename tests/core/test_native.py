@@ -345,6 +345,7 @@ import itertools, torch
 from sparseattn.core import native
 from sparseattn.core.transformer import make_attention
 from sparseattn.samsa.sampling import sample_without_replacement
+from sparseattn.sbm.sampling import draw_edges
 
 native._FLAGS[0] = "-O1"
 assert native.native_info()["used"], native.native_info()
@@ -361,6 +362,10 @@ for (name, options), dtype, n in itertools.product(LAYERS, (torch.float32, torch
 for hard, dtype, n in itertools.product((False, True), (torch.float32, torch.float64), (16, 45)):
     x, scores = (torch.randn(2, n, *width, dtype=dtype, requires_grad=True) for width in ((7,), ()))
     sample_without_replacement(x, scores, 8, hard=hard).sum().backward()
+for law, dtype, (n, m), size in itertools.product(("counts", "simple", "bernoulli"), (torch.float32, torch.float64),
+                                                  ((1, 1), (70, 130), (5, 9000)), (0.0, 0.01, 1.0, 9.0)):
+    a, z = (torch.rand(2, points, 6, dtype=dtype) for points in (n, m))
+    assert len(draw_edges(a * size, z, law)) == 3
 print("watched")
 """
 

@@ -266,7 +266,9 @@ def test_dtype_is_kept(dtype):
     torch.testing.assert_close(low.double(), sbm_attention(*model, edges=edges), rtol=0.05, atol=0.05)
 
 
-def test_autocast():
+@pytest.mark.parametrize("dense", [0.0, 1.0], ids=["matrix", "list"])
+def test_autocast(dense, monkeypatch):
+    monkeypatch.setattr(module, "_DENSE", dense)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer()(cloud()).isfinite().all()
 
