@@ -113,6 +113,11 @@ def attend(q, k, v, starts, column, scale):
     Args:
         q, k, v: rows (r, d), (s, d), (s, e) of all heads. starts, column: the list, (r + 1) and one number an edge.
         scale: factor of the scores.
+
+    Example:
+        >>> q, starts = torch.randn(2, 8, device="cuda"), torch.tensor([0, 1, 3], device="cuda")  # doctest: +SKIP
+        >>> attend(q, q, q, starts, torch.tensor([0, 0, 1], device="cuda"), 1.0)[0].shape  # doctest: +SKIP
+        torch.Size([2, 8])
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, log_total = v.new_empty(len(q), v.shape[1]), q.new_empty(len(q), dtype=_real(q))
@@ -126,6 +131,9 @@ def changes(q, k, v, starts, column, out, log_total, grad, scale, to_q=None):
     Args:
         out, log_total: as `attend` returned them, of the same list or another. grad: by the output.
         to_q: filled with the gradient by the queries, if given.
+
+    Example:
+        >>> score, change = changes(q, k, v, starts, column, out, log_total, grad, scale)  # doctest: +SKIP
     """
     q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
     score, change = q.new_empty(2, len(column), dtype=_real(q))
@@ -140,6 +148,9 @@ def attend_backward(q, k, v, starts, column, transposed, out, log_total, grad, s
     Args:
         transposed: starts of the list by keys, its queries, and the place of its entries in the list itself.
         out, log_total: as `attend` returned them. grad: by the output.
+
+    Example:
+        >>> attend_backward(q, k, v, starts, column, transposed, out, log_total, grad, scale)  # doctest: +SKIP
     """
     to_q, to_k, to_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     score, change = changes(q, k, v, starts, column, out, log_total, grad, scale, to_q)

@@ -781,6 +781,7 @@ def train_briefly(network: torch.nn.Module, loss: Callable[[int], torch.Tensor],
         The losses.
 
     Example:
+        >>> _ = torch.manual_seed(0)
         >>> network = torch.nn.Linear(1, 1)
         >>> losses = train_briefly(network, lambda step: network(torch.ones(1, 1)).square().sum(), steps=20, rate=0.1)
         >>> losses[-1] < losses[0]

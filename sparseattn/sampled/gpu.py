@@ -104,6 +104,11 @@ def attend(q, k, v, order, count, form, scale):
         q, k, v: rows (r, d), (r, d), (r, e) of all clouds and heads. order: (1 or b, 1 or h, n), real points first.
         count: real points of each cloud; None, all. form: clouds, heads, and whether heads lie point by point.
         scale: factor of the scores.
+
+    Example:
+        >>> q, order = torch.randn(5, 8, device="cuda"), torch.randperm(5, device="cuda")[None, None]  # doctest: +SKIP
+        >>> attend(q, q, q, order, None, (1, 1, False), 1.0)[0].shape  # doctest: +SKIP
+        torch.Size([5, 8])
     """
     out, share = torch.empty_like(v), q.new_empty(len(q), dtype=torch.promote_types(q.dtype, torch.float32))
     _launch(_forward, 2048, (q, k, v, order, count, out, share), order, form, scale)
@@ -115,6 +120,9 @@ def attend_backward(q, k, v, order, count, share, form, scale, grad):
 
     Args:
         share: as `attend` returned it. grad: by the output.
+
+    Example:
+        >>> attend_backward(q, k, v, order, None, share, (1, 1, False), 1.0, grad)  # doctest: +SKIP
     """
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
     _launch(_backward, 1024, (q, k, v, order, count, share, grad, *gradients), order, form, scale)

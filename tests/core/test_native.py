@@ -299,9 +299,11 @@ def test_headers_stand_once_and_lines_keep_their_numbers(tmp_path):
     source = c_source("few_keys.c")
     assert source.count("enum { LANES") == 1 and '#include "' not in source and source.count("REAL float") == 1
     wrong = source.replace("REAL dot = added(dots);", "REAL dot = nothing(dots);")
-    number = next(i for i, line in enumerate((CSRC / "few_keys.c").read_text().splitlines(), 1) if "added(dots)" in line)
+    lines = (CSRC / "few_keys.c").read_text().splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if "added(dots)" in line)
     (tmp_path / "kernels.c").write_text(wrong)
-    done = subprocess.run(["cc", "-Werror", "-fsyntax-only", str(tmp_path / "kernels.c")], capture_output=True, text=True)
+    command = ["cc", "-Werror", "-fsyntax-only", str(tmp_path / "kernels.c")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert f"few_keys.c:{number}:" in done.stderr
 
 

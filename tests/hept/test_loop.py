@@ -74,5 +74,6 @@ def test_sizes_of_tiles_change_nothing(found, instead):
     outs = []
     for kernels in (loops(q), c_kernels(source.replace(found, instead), q)):
         *results, _ = attend_in_loop(kernels, q, k, v, *orders, block_size=20)
-        outs.append([results[0], *differentiate_in_loop(kernels, grad, q, k, v, *orders, None, *results, block_size=20)])
+        gradients = differentiate_in_loop(kernels, grad, q, k, v, *orders, None, *results, block_size=20)
+        outs.append([results[0], *gradients])
     torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)

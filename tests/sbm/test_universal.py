@@ -231,7 +231,7 @@ def test_no_union_of_two_rectangles_is_cheaper():
 @pytest.mark.parametrize("n, k", [(1, 1), (6, 2), (9, 3), (5, 5)])
 @pytest.mark.parametrize("sharpness", [3.0, 12.0, 30.0])
 def test_weights_give_the_lemmas_rates(n, k, sharpness):
-    """Rates of one cluster are rectangles, of k clusters blocks at 1/k, within the error of a sigmoid and of a softmax."""
+    """Rates of one cluster are rectangles, of k clusters blocks at 1/k, within a sigmoid's and a softmax's error."""
     member = torch.nn.functional.one_hot(torch.arange(n) * k // n, k).bool()
     everyone, relay = torch.ones(n, 1, dtype=torch.bool), (torch.arange(n) >= n - k)[:, None]
     error = 3 * math.exp(-sharpness) + k * math.exp(-(sharpness**2))
@@ -274,7 +274,11 @@ def test_layer_draws_the_lemmas_masks():
         (lambda: steps_to_reach(torch.zeros(1, 3, 3, dtype=torch.bool)), ValueError, "self-loop"),
         (lambda: is_rectangle(torch.ones(2, 3, dtype=torch.bool), self_loops=True), ValueError, "pattern"),
         (lambda: membership_attention(torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool)), TypeError, "queries"),
-        (lambda: membership_attention(*(torch.ones(2, k, dtype=torch.bool) for k in (1, 2))), ValueError, "queries and keys"),
+        (
+            lambda: membership_attention(*(torch.ones(2, k, dtype=torch.bool) for k in (1, 2))),
+            ValueError,
+            "queries and keys",
+        ),
     ],
 )
 def test_refuses(call, error, words):
