@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=minutes,
         default=None,
         metavar="MINUTES",
-        help="time for trainings without a record, most valuable first; what is left goes on in the next run; "
+        help="time for trainings without a record, most valuable first; what is left goes on in the next run; 0: none; "
         "default: all of them, but at gpu scale on one machine as workflow/config.yaml says",
     )
     parser.add_argument("--retrain", action="store_true", help="train anew what has a record")
@@ -186,7 +186,7 @@ def prepare(args: argparse.Namespace) -> dict:
         args.root,
         args.scale,
         notebooks,
-        plan.to_train(args.root, args.scale, units),
+        [] if args.budget == 0 else plan.to_train(args.root, args.scale, units),
         only=args.only,
         cores=args.cores,
         budget=args.budget if args.budget is not None or args.profile else publish_settings()["budget"].get(args.scale),
