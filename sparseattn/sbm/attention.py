@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_finite,
+from ..core.attention import (_check_edges, PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_finite,
                                        check_form, check_generator, check_number, check_qkv_form, checked_cloud,
                                        edge_attention, edge_products, has_values, hide_masked, pattern_attention,
                                        sees_values, straight_through_presence)
@@ -209,6 +209,7 @@ def _on_list(q, k, v, a, z, sampler, real, generator, edges, candidates, *, wind
     if edges is None:
         edges = draw_edges(*draw, generator=generator)
     elif not real.all():                                    # such a list may name masked points
+        _check_edges(edges, len(real) * heads, q.shape[2], q.shape[2])
         edges = _among(edges, real, heads)
     presence = straight_through_presence(a, z, edges)
     if window:
