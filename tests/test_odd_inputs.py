@@ -13,6 +13,7 @@ In every answer dtype in = dtype out, and masked points are 0.
 """
 
 import copy
+import dataclasses
 import linecache
 import math
 import random
@@ -34,7 +35,8 @@ from sparseattn.core import patterns, points, relaxation
 from sparseattn.core.transformer import head_channels, make_attention
 from sparseattn.data import toys
 from sparseattn.hept import attention as hept
-from sparseattn.hept import hashing
+from sparseattn.hept import hashing, models
+from sparseattn.lab import metrics, segmentation
 from sparseattn.pat import layers as pat
 from sparseattn.sampled import attention as sampled
 from sparseattn.sampled import cycles
@@ -58,6 +60,7 @@ X, COORDS, ORDER, SCORES = numbers(B, N, 8), numbers(B, N, 3).sigmoid(), numbers
 Y, Z, RATES = *(numbers(B, H, N, 3, seed=s).sigmoid() / 3 for s in (3, 4)), numbers(H, 3, 3).sigmoid() / 3
 EDGES = torch.stack([torch.arange(B * H * N) // N, torch.arange(B * H * N) % N, torch.arange(B * H * N) * 2 % N])
 PATTERN, TABLES = numbers(B, H, N, N) > 0, numbers(2, B, H, N).argsort(-1)
+PARTICLES = torch.tensor([1, 1, 2, 2, 2, 0, 3, 3, 1])
 NEAR, CUTS = TABLES[0, :, 0, :, None] % 6, TABLES.movedim(0, 2)
 CLOUD, QKV, HIDE = dict(x=X, coords=COORDS, mask=MASK), dict(q=Q, k=K, v=V), dict(mask=MASK)
 NEEDS = {"hept": dict(coord_dims=3, tables=2, block_size=4, regions=2.0, hash_by="coords"),
@@ -177,6 +180,11 @@ def functions():
         (patterns.edges_to_pattern, dict(edges=EDGES, shape=(B * H, N, N))),
         (head_channels, dict(dim=8, heads=2, head_dim=3)), (regimes.bell_gap, dict(p=numbers(B, N, N).sigmoid())),
         (regimes.block_bound, dict(off=numbers(N).sigmoid(), blocks=2)), (toys.is_repeated, dict(tokens=TABLES[0, 0])),
+        (metrics.retrieval_precision, dict(embeddings=numbers(N, 3), particle=PARTICLES, valid=MASK[1], k_max=3, chunk=4)),
+        (metrics.average_precision, dict(scores=numbers(N), labels=PARTICLES % 2, mask=MASK[1])),
+        (segmentation.confusion_matrix, dict(predicted=PARTICLES, labels=PARTICLES.flip(0), classes=4, mask=MASK[1])),
+        (segmentation.segmentation_scores, dict(confusion=torch.tensor([[8, 2], [1, 9]]))),
+        (models.focal_loss, dict(logits=numbers(N), labels=(PARTICLES % 2).float(), alpha=0.25, gamma=2.0)),
     ]
 
 
@@ -191,12 +199,14 @@ FLOATS = torch.float16, torch.bfloat16, torch.float64
 ZERO = {"window", "width", "depth", "coord_dims", "start", "dim", "seed", "samsa_flops"}
 NEGATIVE = {"dim", "seed"}                                               # numbers that may be below 0
 EXCLUDES = {"scores", "logits", "noise"}                                 # where -inf has a meaning
-NUMBERS = {"labels", "tokens", "label"}                                  # integers that number no points
+NUMBERS = {"labels", "tokens", "label", "confusion", "particle"}                                  # integers that number no points
 # values of building blocks, and of rows that nobody chooses, are not looked at; what only moves takes any dtype
 PASSES = {"cross_attention", "pattern_attention", "channel_shuffle", "gather_points", "group_norm", "straight_through",
           "raw_codes", "bucket_labels", "sort_order", "window_cells", "edge_features", "position_set",
           "samsa_attention k", "samsa_attention v"}
-MOVES = {"channel_shuffle x", "gather_points x", "straight_through hard", "bucket_labels buckets"}
+MOVES = {"channel_shuffle x", "gather_points x", "straight_through hard", "bucket_labels buckets", "focal_loss labels",
+         "average_precision scores", "average_precision labels"}
+SCORES_OUT = {"retrieval_precision", "average_precision", "segmentation_scores"}    # float64 from anything
 INSIDE = {"heads": "groups", "index": "edges"}                           # what an argument is called further in
 
 
@@ -212,7 +222,7 @@ def expected(function, name, what, verdict):
     free = (what == "0" and ZERO & here or what in ("-1", "-1000") and name in NEGATIVE
             or what == "-inf" and name in EXCLUDES or what == "large" and name in NUMBERS
             or what == "negative" and name == "label"
-            or what in ("integers", "boolean", "complex", "number") and MOVES & here)
+            or what in ("integers", "boolean", "complex", "number", "floating") and MOVES & here)
     return EITHER if free else verdict
 
 
@@ -315,6 +325,8 @@ def odd_calls(function, good):
 
 
 def flat(answer):
+    if dataclasses.is_dataclass(answer):
+        answer = vars(answer)
     if isinstance(answer, dict):
         answer = list(answer.values())
     if isinstance(answer, tuple | list):
@@ -368,7 +380,7 @@ def undocumented(found, function, args):
     dtype = next((x.dtype for x in args.values() if isinstance(x, Tensor) and x.is_floating_point()), None)
     mask = args.get("mask")
     for x in found:
-        if x is None or not x.is_floating_point() or name_of(function) in PASSES:
+        if x is None or not x.is_floating_point() or name_of(function) in PASSES | SCORES_OUT:
             continue
         if dtype not in (None, x.dtype):
             return f"{x.dtype} from {dtype}"

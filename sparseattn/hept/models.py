@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.spatial import cKDTree
 from torch import Tensor, nn
 
-from ..core.attention import checked_cloud, hide_masked
+from ..core.attention import check_number, check_points, checked_cloud, hide_masked, sees_values
 from ..core.transformer import Encoder, takes_option
 
 # %% ../../nbs/hept/33_models.ipynb #12cebedf
@@ -287,10 +287,23 @@ def focal_loss(logits: Float[Tensor, "n"], labels: Float[Tensor, "n"], *, alpha:
     Returns:
         The loss.
 
+    Raises:
+        TypeError, ValueError: `logits` not floating or not finite, `labels` of another shape or outside 0 and 1, `alpha`
+            or `gamma` no finite number, `gamma` below 0.
+
     Example:
         >>> focal_loss(torch.tensor([20.0]), torch.tensor([1.0])) < 1e-12
         tensor(True)
     """
+    check_points("logits", logits, logits.dim() if isinstance(logits, Tensor) else 1)
+    if not isinstance(labels, Tensor) or labels.is_complex() or labels.shape != logits.shape:
+        found = tuple(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels must be zeros and ones of shape {tuple(logits.shape)}, got {found}")
+    check_number("alpha", alpha)
+    check_number("gamma", gamma, 0)
+    labels = labels.to(logits.dtype)
+    if sees_values(labels) and not ((labels >= 0) & (labels <= 1)).all():
+        raise ValueError("labels must lie between 0 and 1")
     loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
     weight = torch.where(labels > 0, alpha, 1 - alpha) if balanced else alpha
     return (weight * (1 - torch.exp(-loss)).pow(gamma) * loss).mean()

@@ -6,6 +6,7 @@
 __all__ = ['Retrieval', 'retrieval_precision', 'average_precision']
 
 # %% ../../nbs/lab/22_metrics.ipynb #22e2608e
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -79,18 +80,28 @@ def _compare_with_all(exact, particle, index, k):
 
 # %% ../../nbs/lab/22_metrics.ipynb #f846ffbd
 def _check(embeddings, particle, valid):
-    if embeddings.ndim != 2 or not embeddings.is_floating_point():
+    if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or not embeddings.is_floating_point() or 0 in embeddings.shape:
         raise ValueError(f"embeddings: expected floating (n, d), got {_kind(embeddings)}")
-    if particle.shape != embeddings.shape[:1] or particle.is_floating_point():
+    if not _whole(particle) or particle.shape != embeddings.shape[:1]:
         raise ValueError(f"particle: expected integers ({len(embeddings)},), got {_kind(particle)}")
-    if valid.shape != particle.shape or valid.dtype != torch.bool:
+    if valid is not None and (not isinstance(valid, Tensor) or valid.shape != particle.shape or valid.dtype != torch.bool):
         raise ValueError(f"valid: expected bool ({len(embeddings)},), got {_kind(valid)}")
     if not torch.isfinite(embeddings).all():
         raise ValueError("embeddings: contain NaN or infinity")
 
 
-def _kind(tensor):
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
+def _kind(x):
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _whole(x):
+    """Is it a tensor of integers?"""
+    return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _check_count(name, value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
 
 
 def _partners(particle):
@@ -131,17 +142,17 @@ def retrieval_precision(
         >>> retrieval_precision(x, torch.tensor([1, 1, 2, 2])).mean
         1.0
     """
-    valid = torch.ones_like(particle, dtype=torch.bool) if valid is None else valid
     _check(embeddings, particle, valid)
-    if k_max < 1 or chunk < 1:
-        raise ValueError(f"k_max and chunk: expected at least 1, got {k_max} and {chunk}")
+    _check_count("k_max", k_max)
+    _check_count("chunk", chunk)
+    valid = torch.ones_like(particle, dtype=torch.bool) if valid is None else valid
     particle, valid = particle.to(embeddings.device), valid.to(embeddings.device)
     partners = _partners(particle)
     index = (valid & (partners > 0)).nonzero()[:, 0]
     if len(index) == 0:
         raise ValueError("valid: no hit to score (need a valid hit whose particle has another hit in the cloud)")
-    k = partners[index].clamp(max=k_max)
-    precision = _score(embeddings.double(), particle, index, k, chunk)
+    k = partners[index].clamp(max=int(k_max))
+    precision = _score(embeddings.double(), particle, index, k, int(chunk))
     return Retrieval(precision, k, index, float(partners[index].double().mean() / (len(particle) - 1)))
 
 # %% ../../nbs/lab/22_metrics.ipynb #cb6eff0c
@@ -180,9 +191,9 @@ def average_precision(
         >>> average_precision(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([1, 0, 1]))
         0.8333333333333333
     """
-    scores, labels = (torch.as_tensor(x).detach().cpu() for x in (scores, labels))
+    scores, labels = _numbers("scores", scores), _numbers("labels", labels)
     if mask is not None:
-        mask = torch.as_tensor(mask).cpu()
+        mask = _numbers("mask", mask)
         if mask.shape != labels.shape or mask.dtype != torch.bool:
             raise ValueError(f"mask: expected bool {tuple(labels.shape)}, got {_kind(mask)}")
     _check_ranking(scores, labels)
@@ -193,6 +204,17 @@ def average_precision(
     return float(_scikit_learn().average_precision_score(labels.numpy().astype(int), scores.double().numpy()))
 
 # %% ../../nbs/lab/22_metrics.ipynb #62462ed7
+def _numbers(name, x):
+    """A tensor on the CPU of what is one, or an array or a list."""
+    try:
+        x = torch.as_tensor(x).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected a tensor or an array of numbers, got {_kind(x)}") from error
+    if x.is_complex():
+        raise TypeError(f"{name}: expected real numbers, got {_kind(x)}")
+    return x
+
+
 def _check_ranking(scores, labels):
     if scores.ndim != 1 or labels.shape != scores.shape:
         raise ValueError(f"scores and labels: expected one length, got {tuple(scores.shape)} and {tuple(labels.shape)}")

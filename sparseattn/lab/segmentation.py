@@ -13,12 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .metrics import _check_count, _kind, _whole
+
 # %% ../../nbs/lab/29_segmentation.ipynb #89585f8b
-def _kind(x):
-    "Type and shape of an argument, for messages."
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-
-
 def _scikit_learn():
     try:
         from sklearn import metrics
@@ -30,10 +27,11 @@ def _scikit_learn():
 def _counted(predicted, labels, classes, mask):
     "The pairs that count, as two tensors on the CPU; what does not fit is refused."
     for name, x in (("predicted", predicted), ("labels", labels)):
-        if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool or x.shape != predicted.shape:
+        if not _whole(x) or x.shape != predicted.shape:
             raise ValueError(f"{name}: expected integers of one shape with the other, got {_kind(x)}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != labels.shape or mask.dtype != torch.bool):
         raise ValueError(f"mask: expected bool {tuple(labels.shape)}, got {_kind(mask)}")
+    _check_count("classes", classes)
     pair = [(x if mask is None else x[mask]).flatten().cpu() for x in (predicted, labels)]
     for name, x in zip(("predicted", "labels"), pair, strict=True):
         if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < classes:
@@ -110,8 +108,7 @@ def segmentation_scores(confusion: Int[Tensor, "c c"]) -> SegmentationScores:
         >>> segmentation_scores(torch.tensor([[8, 2], [0, 10]])).iou.tolist()
         [0.8, 0.8333333333333334]
     """
-    square = isinstance(confusion, Tensor) and confusion.ndim == 2 and confusion.shape[0] == confusion.shape[1]
-    if not square or confusion.is_floating_point():
+    if not _whole(confusion) or confusion.ndim != 2 or confusion.shape[0] != confusion.shape[1]:
         raise ValueError(f"confusion: expected a square matrix of integers, got {_kind(confusion)}")
     if not confusion.numel() or confusion.min() < 0 or confusion.sum() < 1:
         raise ValueError("confusion: expected counts, at least one of them positive")
