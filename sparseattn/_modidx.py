@@ -3770,6 +3770,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking._tests': ( 'hept/tracking.html#_tests',
                                                                                      'sparseattn/studies/tracking.py'),
+                                             'sparseattn.studies.tracking._with_hept': ( 'hept/tracking.html#_with_hept',
+                                                                                         'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking.batches': ( 'hept/tracking.html#batches',
                                                                                       'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking.data': ( 'hept/tracking.html#data',
