@@ -1592,6 +1592,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'sparseattn/data/sequences.py'),
                                            'sparseattn.data.sequences.listops_expressions': ( 'data/sequences.html#listops_expressions',
                                                                                               'sparseattn/data/sequences.py'),
+                                           'sparseattn.data.sequences.listops_root': ( 'data/sequences.html#listops_root',
+                                                                                       'sparseattn/data/sequences.py'),
                                            'sparseattn.data.sequences.listops_solve': ( 'data/sequences.html#listops_solve',
                                                                                         'sparseattn/data/sequences.py'),
                                            'sparseattn.data.sequences.load_aan_tsv': ( 'data/sequences.html#load_aan_tsv',

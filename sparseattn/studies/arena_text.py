@@ -1,0 +1,5 @@
+"""The arena's text: rows of SBM-Transformer and SAMSA in one network, see `nbs/atlas/96_arena.ipynb`."""
+
+from ._arena import study
+
+STUDY = study("text")
