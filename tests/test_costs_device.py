@@ -31,7 +31,7 @@ COSTS = {
     "sbm/40_fastrg": ("sbm.sampling", "7cffa04a 21fc250e f85bed05 cd1104b7", {}),
     "sbm/41_attention": ("sbm.attention", "d017d338 2d364dd9 9f76c5b6 b2a5c144", {}),
     "sbm/42_models": ("sbm.models", "04ff7d53 341fddd1", {}),
-    "sbm/45_lra": ("studies.lra", "5054adb1 3ce869b5 45pap002 274ee07f 45cos001 0be254a9 8be2e271 45cos002", {}),
+    "sbm/45_lra": ("studies._arena", "5054adb1 3ce869b5 45pap002 274ee07f 45cos001 0be254a9 8be2e271 45cos002", {}),
     "sampled/50_cycles": ("sampled.cycles", "74989855 0070eb36 797caf85", {"random_qkv": float_qkv}),
     "sampled/51_attention": ("sampled.attention", "a997ccf9 2782f2dd 51real01 51real02 51real03 51real04 51real05 cc69bde1", {}),
     "sampled/54_shapes": ("studies.sampled_shapes", "bb2f8bf2 47200fc8 054f3e08 54budg01 77e01783 998ffa7b", {}),
@@ -42,7 +42,7 @@ COSTS = {
     "pat/64_gestures": ("studies.gestures", "f8637258 799dac4b 4d9514ca 6409001e 89702f53 5111679a c4fccccc", {}),
     "samsa/70_sampling": ("samsa.sampling", "e35c0681 317b7f20 70real01 70real02 70real03 70real04 70real05 593ea976", {}),
     "samsa/71_attention": ("samsa.attention", "6126ca17 f36264cc b3c98ae6 71real01 71real02 71real03 71real04 71real05 71real06 e6b00f4a", {}),
-    "samsa/73_lra": ("studies.samsa_lra", "61fb340f 6236bf53 73stu034 e6614f27 fc3ac365 33d45765", {}),
+    "samsa/73_lra": ("studies._arena", "61fb340f 6236bf53 73stu034 e6614f27 fc3ac365 33d45765", {}),
     "samsa/74_peptides": (
         "studies.peptides", "5537af6a faa377e2 b4a68f63 06b57263 a68887ef d5c115f5 a361a0ed",
         {"tested": load_peptides("toy_func", split="test"), "shape": {"dim": 16, "depth": 2, "heads": 2}},

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TASKS', 'LENGTH', 'FEATURES', 'FLOORS', 'METHODS', 'COLUMNS', 'CONTROLS', 'official_expressions', 'load', 'missing',
            'grams', 'settings', 'with_density', 'stay_random', 'Reader', 'network', 'loss', 'updates', 'drawn', 'study',
-           'part', 'kept', 'last', 'standing', 'gap', 'worth', 'gain', 'level']
+           'part', 'read', 'kept', 'last', 'standing', 'gap', 'worth', 'gain', 'level']
 
 # %% ../../nbs/atlas/96_arena.ipynb #96exp002
 import csv
@@ -13,6 +13,8 @@ import gzip
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from ..data.cache import data_path, have_data
 from ..data.sequences import Part, listops_encode, listops_root, load_task, task_sources
 from ..lab.classify import accuracies, classification, cross_entropy, experiment
 from ..lab.floors import gradient_cells, gram_counts
-from ..lab.study import unpack
+from ..lab.study import records, unpack
 from ..samsa.models import SequenceNetwork, choose_at_random, inference_modes, set_inference
 from ..sbm.models import PAPER_SETTINGS, SequenceClassifier, density
 from .repeats import SIZE
@@ -367,6 +369,13 @@ def part(study, *rows):
     """A study with these rows and its rules alone."""
     rules = {row for row, options in study.rows.items() if "rule" in options}
     return replace(study, rows={row: options for row, options in study.rows.items() if row in rules or row in rows})
+
+
+def read(scale, studies, *rows):
+    """Records of some rows of several tasks; at smoke they are made in a folder of their own, since three pages do so at once."""
+    with TemporaryDirectory() as folder:
+        root = {"root": Path(folder)} if scale == "smoke" else {}
+        return {study.name.removeprefix("arena_"): records(part(study, *rows), scale, **root) for study in studies}
 
 # %% ../../nbs/atlas/96_arena.ipynb #96rea002
 _BESIDE = ("no attention",)

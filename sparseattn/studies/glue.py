@@ -11,7 +11,7 @@ import torch
 from ..data import glue
 from ..lab.classify import classification
 from ..sbm.models import SequenceClassifier, density, matched_hidden
-from .lra import Reader, grams, stay_random
+from ._arena import Reader, grams, stay_random
 from .repeats import SIZE
 
 # %% ../../nbs/sbm/46_glue.ipynb #46dat002

@@ -1,0 +1,173 @@
+"""The arena of five tasks: what rows change, what rules see, what is noted, which rows are off, which expressions are for the test."""
+
+import gzip
+
+import numpy as np
+import pytest
+import torch
+from sparseattn.data.sequences import listops_decode, listops_encode, listops_solve, load_task
+from sparseattn.lab.study import records
+from sparseattn.samsa.models import EqualScores, SequenceNetwork, inference_modes, sampling_layers
+from sparseattn.sbm.models import density
+from sparseattn.studies import _arena, arena_image, arena_listops, arena_pathfinder, arena_retrieval, arena_text, names
+from sparseattn.studies._arena import CONTROLS, FEATURES, LENGTH, METHODS, TASKS
+
+STUDIES = {"listops": arena_listops.STUDY, "image": arena_image.STUDY, "text": arena_text.STUDY,
+           "retrieval": arena_retrieval.STUDY, "pathfinder": arena_pathfinder.STUDY}
+SETTING = {task: study.at("smoke") for task, study in STUDIES.items()}
+
+
+@pytest.fixture(scope="module")
+def data():
+    return {task: study.data(SETTING[task]) for task, study in STUDIES.items()}
+
+
+@pytest.fixture(scope="module")
+def built(data):
+    def network(task, row, **changed):
+        torch.manual_seed(0)
+        return STUDIES[task].network(row, SETTING[task] | changed, data[task]).eval()
+
+    return network
+
+
+def test_every_task_has_a_study_of_its_own(data):
+    assert tuple(STUDIES) == TASKS and {f"arena_{task}" for task in TASKS} <= set(names()) and "_arena" not in names()
+    for task, study in STUDIES.items():
+        assert study.name == f"arena_{task}" and set(METHODS) <= set(study.rows)
+        assert study.at("cpu")["steps"] >= 3000 or data[task]["_sizes"][0] == 257          # bytes take more time a step
+        assert len(study.test(study.network("full", SETTING[task], data[task]).eval(), SETTING[task], data[task])["test"]) == 16
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_paper_s_network_is_the_other_one(task, data, built):
+    shared, paper = built(task, "soft 256"), built(task, "soft 256", network="SBM-Transformer")
+    assert isinstance(shared.network, SequenceNetwork) and not isinstance(paper.network, SequenceNetwork)
+    assert paper.multiplier == 1 and len(paper.encoder.layers) == 1
+    inputs, _ = data[task]["test"]
+    for net in (shared, paper):
+        assert net(**inputs).shape == (16, data[task]["_sizes"][1])
+        assert _arena.updates(net, inputs).shape == (1,) and (_arena.updates(net, inputs) > 0).all()
+
+
+def test_rows_sample_the_paper_s_share_of_their_sequences(data, built):
+    for task in TASKS:
+        for row in ("hard 128", "soft 512"):
+            layer, share = sampling_layers(built(task, row))[0], METHODS[row]["samples"] / LENGTH[task]
+            assert layer.samples == max(2, round(share * data[task]["_sizes"][2])) and layer.hard == (row == "hard 128")
+
+
+def test_rows_start_and_are_tested_as_they_say(data, built):
+    modes = {row: inference_modes(built("image", row)) for row in METHODS}
+    assert modes["hard 256"] == ["top-k", "noise"] and modes["soft 256"] == ["mixed", "top-k", "noise"]
+    assert not any(modes[row] for row in ("random 256", "full", "SBM", "Performer"))
+    assert isinstance(sampling_layers(built("text", "random 256"))[0].importance, EqualScores)
+    assert [built("text", f"hard 256{more}").multiplier for more in ("", ", from 0")] == [1, 0]
+    found = STUDIES["image"].test(built("image", "soft 256"), SETTING["image"], data["image"])
+    assert list(found) == ["test", "top-k", "noise"]
+
+
+def test_random_masks_are_a_quarter_and_stay_so(data, built):
+    net, (inputs, labels) = built("listops", "random masks"), data["listops"]["train"]
+    layer = net.encoder.layers[0].attention
+    before = layer.clusters.clone()
+    optimiser = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 1.0)
+    _arena.loss(net, {"inputs": inputs, "labels": labels}, None).backward()
+    optimiser.step()
+    assert torch.equal(layer.clusters, before) and layer.query.weight.grad is not None
+    densities = torch.stack([density(net(**inputs, return_info=True)[1]) for _ in range(5)])
+    assert (densities.mean() - 0.25).abs() < 0.02
+    assert not torch.equal(built("listops", "SBM").encoder.layers[0].attention.clusters, before)
+
+
+def test_the_regulariser_pulls_densities_down(data, built):
+    net, (inputs, labels) = built("image", "SBM, weight 0.1"), data["image"]["train"]
+    found = {}
+    for net.weight in (0.0, 0.1):
+        torch.manual_seed(0)
+        found[net.weight] = _arena.loss(net, {"inputs": inputs, "labels": labels}, None)
+    torch.manual_seed(0)
+    dense = density(net(**inputs, return_info=True)[1])
+    assert torch.isclose(found[0.1], found[0.0] + 0.1 * dense)
+    assert torch.autograd.grad(dense, net.encoder.layers[0].attention.clusters)[0].abs().sum() > 0
+
+
+def test_padding_changes_no_answer(data, built):
+    for task, places in (("text", (2,)), ("retrieval", (2, 2))):
+        net, tokens = built(task, "full"), data[task]["train"][0]["tokens"][:2]
+        lengths = torch.full(places, 40)
+        other = tokens.clone()
+        other[..., 40:] = 7
+        assert torch.equal(net(tokens, lengths), net(other, lengths))
+
+
+def test_updates_are_what_attention_adds(data, built):
+    net, inputs = built("listops", "full"), data["listops"]["test"][0]
+    seen = []
+    handle = net.encoder.layers[0].register_forward_pre_hook(lambda layer, given: seen.append(given[0]))
+    net(**inputs)
+    handle.remove()
+    layer, mask = net.encoder.layers[0], torch.arange(inputs["tokens"].shape[1]) < inputs["lengths"][:, None]
+    added = layer.attention(layer.norm1(seen[0]), None, mask)
+    with torch.no_grad():
+        expected = (added.norm(dim=-1) / seen[0].norm(dim=-1))[mask].mean()
+        assert torch.isclose(_arena.updates(net, inputs)[0], expected)
+        net.encoder.alpha.mul_(0.25)
+        assert torch.isclose(_arena.updates(net, inputs)[0], expected / 4)
+        net.encoder.alpha.fill_(1)
+    assert _arena.updates(built("listops", "no attention"), inputs).abs().sum() == 0
+
+
+def test_what_rules_see():
+    tokens = torch.tensor([[*listops_encode("[MAX 2 3 [MIN 9 9 ] ]"), 0], [*listops_encode("[SM [MIN 9 9 ] 7 8 ]"), 0]])
+    inputs = {"tokens": tokens.byte(), "lengths": torch.tensor([8, 8])}
+    assert FEATURES["first"](inputs, None).tolist() == [12, 14] and FEATURES["root"](inputs, None).tolist() == [1203, 1405]
+    assert FEATURES["pairs"](inputs, None).getnnz(axis=1).tolist() == [13, 13]
+    pages = {"tokens": torch.zeros(1, 2, 8, dtype=torch.uint8), "lengths": torch.tensor([[5, 5]])}
+    for page, text in zip(pages["tokens"][0], (b"ab cd", b"cd ef"), strict=True):
+        page[:5] = torch.tensor(list(text)) + 1
+    assert FEATURES["shared"](pages, None).tolist() == [[1 / 3]]
+    counts = FEATURES["bytes"](pages, None)
+    assert np.isclose(np.expm1(counts.data).sum(), 10) and counts.getnnz() == 7
+
+
+def test_official_expressions_are_test_alone(tmp_path, monkeypatch):
+    small = dict(source="generated", train=200, val=20, test=8, max_depth=4, max_args=3, min_length=3, max_length=9)
+    task = load_task("listops", progress=False, **small)
+    texts = [listops_decode(row) for row in task.train.tokens[:30].tolist()]
+    (tmp_path / "listops_nyu").mkdir()
+    with gzip.open(tmp_path / "listops_nyu/test_d20s.tsv.gz", "wt") as file:
+        file.write("label\ttext\n9\t9\n")
+        labels = task.train.labels[:30].tolist()
+        file.writelines(f"{label}\t( {text} )\n" for label, text in zip(labels, texts, strict=True))
+    monkeypatch.setenv("SPARSEATTN_DATA", str(tmp_path))
+    made = _arena.load("listops", SETTING["listops"] | {"data": small, "official test": True})
+    (test, labels), (fresh, _) = made["test"], made["train"]
+    assert len(labels) == 30 and "30 official expressions" in made["sources"][0]
+    found = zip(test["tokens"].numpy(), test["lengths"].tolist(), strict=True)
+    assert [listops_solve(row[:n]) for row, n in found] == labels.tolist()
+    rows = {row.tobytes() for row in test["tokens"].numpy()}
+    assert 0 < len(fresh["tokens"]) <= 170 and not rows & {row.tobytes() for row in fresh["tokens"].numpy()}
+
+
+def test_missing_files_are_named(monkeypatch):
+    monkeypatch.setenv("SPARSEATTN_DATA", "nowhere")
+    said = {task: STUDIES[task].missing(STUDIES[task].at("cpu")) for task in TASKS}
+    assert "listops_nyu" in said["listops"] and all(task in said[task] for task in ("image", "text"))
+    assert said["pathfinder"] == "" and not any(STUDIES[task].missing(SETTING[task]) for task in TASKS)
+
+
+def test_what_is_off_is_said_and_left_out(tmp_path):
+    rows = ("no attention", "full", "hard 256, from 0", "SBM, weight 0.1")
+    study = _arena.part(STUDIES["image"], *rows)
+    assert set(study.rows) == {*rows, *(row for row, options in _arena.FLOORS["image"].items() if "rule" in options)}
+    found = records(study, "smoke", root=tmp_path)
+    table = _arena.standing(found, {"full": 40.0}).set_index("row")
+    assert table["clears"]["hard 256, from 0"].startswith("off") and table["clears"]["constant"] == "a floor"
+    assert not table["clears"]["full"].startswith("off") and not table["clears"]["no attention"].startswith("off")
+    assert table["paper"]["full"] == 40 and table["update"]["full"] > 0.01 and table["multiplier"]["hard 256, from 0"] < 0.01
+    assert table["density"]["full"] == 1 and 0.2 < table["density"]["SBM, weight 0.1"] < 0.3
+    assert _arena.worth(found, [("hard 256, from 0", "no attention"), ("no attention", "no attention")])[0]["points"] == 0
+    kept = found.first("SBM, weight 0.1")["drawn"]
+    assert kept["attended"]["shape"] == [16, 2, 64] and kept["items"]["shape"] == [16, 1] and kept["losses"]["shape"] == [16]
+    assert "no attention" in CONTROLS and "full" not in CONTROLS
