@@ -93,10 +93,10 @@ def _rows_of(inputs):
     return [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)] if pairs else rows
 
 
-def grams(longest):
-    """A feature of tokens and lengths: counts of the grams of up to `longest` tokens."""
+def grams(longest, width=2**16):
+    """A feature of tokens and lengths: counts of the grams of up to `longest` tokens, hashed into columns."""
     def see(inputs, setting):
-        return gram_counts(_rows_of(inputs), (1, longest), width=2**16)
+        return gram_counts(_rows_of(inputs), (1, longest), width=width)
     return see
 
 
@@ -124,8 +124,8 @@ def _gradients(inputs, setting):
     return gradient_cells(_pixels(inputs, setting).reshape(-1, side, side), cell=side // 4)
 
 
-FEATURES = {"first": _first, "root": _root, "pairs": grams(2), "bytes": grams(1), "three bytes": grams(3), "pixels": _pixels,
-            "gradients": _gradients, "shared": _shared}
+FEATURES = {"first": _first, "root": _root, "pairs": grams(2, 2**13), "bytes": grams(1, 2**13), "three bytes": grams(3),
+            "pixels": _pixels, "gradients": _gradients, "shared": _shared}
 
 # %% ../../nbs/atlas/96_arena.ipynb #96flo004
 def _rule(rule, features=None, **options):
@@ -143,7 +143,7 @@ _BYTES = {"linear on bytes": _rule("linear", "bytes", C=0.1, max_iter=100),
           "linear on three bytes": _rule("linear", "three bytes", C=1e-4, max_iter=100)}
 _RULES = {
     "listops": {"first symbol": _rule("key", "first"), "root and its digits": _rule("key", "root"),
-                "linear on pairs": _rule("linear", "pairs", C=0.01, max_iter=200)},
+                "linear on pairs": _rule("linear", "pairs", C=0.01, max_iter=100)},
     "image": _PICTURES,
     "text": _BYTES,
     "retrieval": {"shared words": _rule("trees", "shared")} | _BYTES,
