@@ -34,6 +34,8 @@ from .samsa_shapes import in_all_modes, noted
 # %% ../../nbs/atlas/96_arena.ipynb #96dat002
 TASKS = ("listops", "image", "text", "retrieval", "pathfinder")
 LENGTH = dict(listops=2048, image=1024, text=2048, retrieval=4096, pathfinder=1024)   # SAMSA, Table 1
+
+# %% ../../nbs/atlas/96_arena.ipynb #96dat003
 _TOY = dict(source="toy", train=32, val=16, test=16)
 _DATA = {
     "listops": (_TOY,
@@ -78,7 +80,7 @@ def load(task, setting):
     held = {part: ({"tokens": p.tokens, "lengths": p.lengths}, p.labels) for part, p in parts.items()}
     return held | {"sources": [source], "_sizes": [found.vocabulary, found.classes, found.max_length, found.documents]}
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96dat006
 def missing(task, setting):
     """Why the data cannot be had."""
     lacking = [task] if "source" not in setting["data"] and task_sources(task) == ["toy"] else []
@@ -92,14 +94,14 @@ def _rows_of(inputs):
     rows, pairs = [row[:n].tolist() for row, n in zip(tokens, lengths.tolist(), strict=True)], inputs["lengths"].dim() - 1
     return [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)] if pairs else rows
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96flo2b
 def grams(longest, width=2**16):
     """A feature of tokens and lengths: counts of the grams of up to `longest` tokens, hashed into columns."""
     def see(inputs, setting):
         return gram_counts(_rows_of(inputs), (1, longest), width=width)
     return see
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96flo2c
 def _shared(inputs, setting):
     """Words that both pages have, over words that one has; a byte b is the token b + 1."""
     words = [[set(bytes(token - 1 for token in row[:n]).split()) for row, n in zip(pair, lengths, strict=True)]
@@ -114,7 +116,7 @@ def _first(inputs, setting):
 def _root(inputs, setting):
     return np.array([np.dot(listops_root(row), (100, 1)) for row in inputs["tokens"].numpy()])
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96flo3b
 def _pixels(inputs, setting):
     return inputs["tokens"].numpy() / 255
 
@@ -123,7 +125,7 @@ def _gradients(inputs, setting):
     side = math.isqrt(inputs["tokens"].shape[1])
     return gradient_cells(_pixels(inputs, setting).reshape(-1, side, side), cell=side // 4)
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96flo3c
 FEATURES = {"first": _first, "root": _root, "pairs": grams(2, 2**13), "bytes": grams(1, 2**13), "three bytes": grams(3),
             "pixels": _pixels, "gradients": _gradients, "shared": _shared}
 
@@ -133,7 +135,7 @@ def _rule(rule, features=None, **options):
     given = {"features": features, "options": options}
     return dict(floor=True, rule=rule) | {name: value for name, value in given.items() if value}
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96flo4b
 _PICTURES = {
     "linear on pixels": _rule("linear", "pixels", C=0.01, max_iter=100),
     "linear on gradients": _rule("linear", "gradients", C=0.01, max_iter=100),
@@ -141,6 +143,8 @@ _PICTURES = {
 }
 _BYTES = {"linear on bytes": _rule("linear", "bytes", C=0.1, max_iter=100),
           "linear on three bytes": _rule("linear", "three bytes", C=1e-4, max_iter=100)}
+
+# %% ../../nbs/atlas/96_arena.ipynb #96flo4c
 _RULES = {
     "listops": {"first symbol": _rule("key", "first"), "root and its digits": _rule("key", "root"),
                 "linear on pairs": _rule("linear", "pairs", C=0.01, max_iter=100)},
@@ -178,11 +182,11 @@ METHODS = {
 }
 
 # %% ../../nbs/atlas/96_arena.ipynb #96set002
-_STEPS = dict(listops=3_000, image=3_000, text=1_000, retrieval=1_000, pathfinder=10_000)
+_STEPS = dict(listops=3_000, image=3_000, text=1_000, retrieval=1_000, pathfinder=5_000)
 _WARMUP = dict(listops=1_000, text=8_000, retrieval=800, image=175, pathfinder=312)    # SBM-Transformer, as released
 _SIZES = dict(dim=64, depth=2, heads=2, hidden=128)
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96set003
 def settings(task):
     """The settings of a task's study: one value a scale, then what the papers do."""
     steps, warm, own = _STEPS[task], _WARMUP[task], PAPER_SETTINGS[task]
@@ -204,7 +208,7 @@ def settings(task):
         "warm-up": (0, steps // 10, steps // 10, warm, f"{warm:,}, 2,000"),
         "precision": ("float32", "float32", "tf32", "float32", "mixed, not given"),
         "seeds": (1, 3, 3, 3, "5, 1"),
-        "minutes": (0, 45 if task == "pathfinder" else 15, 20, 120, "-"),
+        "minutes": (0, 25 if task == "pathfinder" else 15, 20, 120, "-"),
     }
 
 # %% ../../nbs/atlas/96_arena.ipynb #96net002
@@ -217,7 +221,7 @@ def with_density(encoder, share):
             layer.attention.network.second.zero_(), layer.attention.network.bias2.fill_(level / width**0.5)
             layer.attention.clusters.fill_(width**-0.5)
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96net2b
 def stay_random(encoder, share=0.25):
     """Masks with each pair at random (`with_density`), whose memberships and clusters do not learn."""
     with_density(encoder, share)
@@ -266,7 +270,7 @@ def _options(task, name, length, setting, samples=None, **options):
     options |= {"chunk": min(64, setting["rank"])} if name == "reformer" else {}
     return options | ({"max_length": length} if name == "linformer" else {})
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96net4b
 def network(task, row, setting, data):
     """The network of a row."""
     options, (vocabulary, classes, length, documents) = dict(METHODS[row]), data["_sizes"]
@@ -291,7 +295,7 @@ def loss(model, batch, generator):
     logits, infos = model(**batch["inputs"], return_info=True)
     return cross_entropy(logits, batch["labels"]) + model.weight * density(infos)
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96net5b
 def _validate(plain, model, setting, data):
     """Accuracy, cross-entropy; density on a batch, multiplier."""
     device = next(model.parameters()).device
@@ -328,7 +332,7 @@ def _attended(infos, heads, n):
         layers.append(matrix[0].float().mean(1))
     return torch.cat(layers)
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96dra3b
 def _singly(model, inputs, labels, pictures):
     """Items one by one: densities of the layers, cross-entropy; of pictures, how each pixel is attended."""
     found, heads = {"items": [], "losses": [], "attended": []}, model.encoder.layers[0].attention.heads
@@ -364,13 +368,13 @@ def study(task):
                            features=FEATURES, drawn=drawn, missing=partial(missing, task))
     return replace(plain, loss=loss, validate=partial(_validate, plain.validate), test=in_all_modes(plain.test))
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96stu002
 def part(study, *rows):
     """A study with these rows and its rules alone."""
     rules = {row for row, options in study.rows.items() if "rule" in options}
     return replace(study, rows={row: options for row, options in study.rows.items() if row in rules or row in rows})
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96stu003
 def read(scale, studies, *rows):
     """Records of some rows of several tasks; at smoke they are made in a folder of their own, since three pages do so at once."""
     with TemporaryDirectory() as folder:
@@ -388,13 +392,13 @@ def kept(found, row, name, reduce=np.mean):
     held = [reduce(unpack(r["drawn"][name]).astype(float)) for r in found.of(row).values() if name in r.get("drawn", {})]
     return float(np.mean(held)) if held else math.nan
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96rea2b
 def last(found, row, name, count=5):
     """Mean over trainings of the last validations."""
     held = [np.mean([line[name] for line in r["curve"][-count:]]) for r in found.of(row).values() if r.get("curve")]
     return float(np.mean(held)) if held else math.nan
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96rea2c
 def standing(found, paper=None):
     """The table of a task: `accuracies` with density, multiplier and the largest update of attention; what is off is named.
 
@@ -416,7 +420,7 @@ def gap(found, one, other):
     """The experiment of a difference."""
     return experiment(found, one, other, beside=_BESIDE)
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96rea3b
 def worth(found, pairs):
     """Points that one row is above another, a line a pair."""
     table = standing(found).set_index("row")["clears"]
@@ -425,7 +429,7 @@ def worth(found, pairs):
     return [{"row": one, "minus": other, "points": x.value, "low": x.low, "high": x.high, "over": x.over}
             for one, other, x in lines]
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96rea3c
 def gain(run, found, id, one, other, **facts):
     """A claim that one row is ahead of another."""
     lacking = [row for row in (one, other) if row not in found.rows()]
@@ -434,7 +438,7 @@ def gain(run, found, id, one, other, **facts):
     return run.decide(id, kind="order", paper=None, sign=1, tolerance=0.0, experiment=gap(found, one, other),
                       evidence="; ".join(found.sources()), **facts)
 
-
+# %% ../../nbs/atlas/96_arena.ipynb #96rea3d
 def level(run, found, id, row, paper, **facts):
     """A claim about the accuracy of a row, which only the paper's own network and recipe decide."""
     if row not in found.rows():
