@@ -585,7 +585,7 @@ def _timed(form, q, k, v, *orders, backward):
 def _exact(q, k, v, *orders, backward):
     heads = [[*(x[:, [h]].double() for x in (q, k, v)), *(order[:, :, [h]] for order in orders)] for h in range(q.shape[1])]
     found = [_timed(gathered_attention, *head, backward=backward)() for head in heads]
-    return [torch.cat(parts, 1) for parts in zip(*found)] if backward else torch.cat(found, 1)
+    return [torch.cat(parts, 1) for parts in zip(*found, strict=True)] if backward else torch.cat(found, 1)
 
 
 def _without_loop(*inputs):

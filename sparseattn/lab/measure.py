@@ -892,7 +892,7 @@ def _arguments():
     parser.add_argument("--repeats", type=_size, default=5, help="rounds timed")
     parser.add_argument("--clock", choices=sorted(_CLOCKS), default="wall", help="seconds waited, or processor seconds")
     parser.add_argument("--memory", action="store_true", help="also the extra peak memory of each function, in bytes")
-    parser.add_argument("--csv", type=Path, help="write the lines of the trace, or the table of two trees, to this file")
+    parser.add_argument("--csv", type=Path, help="write the trace, or the table of two trees, to this file")
     return parser
 
 # %% ../../nbs/lab/23_measure.ipynb #23load1

@@ -405,7 +405,8 @@ def fastrg_cases(n: int, density: float = 0.01, clusters: int = 128, device: str
     y, b, z = inputs or _of_random(n, density, clusters, device)
     a, draw = y @ b, dict(generator=torch.Generator(device).manual_seed(0))
     expected = int((a.sum(1) * z.sum(1)).sum())
-    forms = {"fastrg": partial(fastrg, y, b, z, **draw), "straightforward": partial(fastrg, y, b, z, **draw, impl="reference")}
+    ours = partial(fastrg, y, b, z, **draw)
+    forms = {"fastrg": ours, "straightforward": partial(ours, impl="reference")}
     forms |= {"one draw a pair": partial(_one_draw_a_pair, a, z, **draw)} if y.shape[1] <= 4096 else {}
     rivals = {"bernoulli": partial(bernoulli, y, b, z, **draw),
               "floor": lambda: (torch.rand(expected, dtype=torch.float64, device=device, **draw),

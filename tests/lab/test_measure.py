@@ -272,7 +272,8 @@ def test_command_line_in_process(toy, capsys):
     assert main(["measure_toy:squares", "--n", "10", "1000", "--repeats", "3", "--csv", str(toy / "out.csv")]) == 0
     table = pd.read_csv(toy / "out.csv")
     assert tuple(table) == measure.COLUMNS and set(table["case"]) == {"measure_toy:squares"}
-    assert table["sizes"].tolist() == ["n=10"] * 2 + ["n=1000"] * 2 and table["form"].tolist() == ["temporary", "dot"] * 2
+    assert table["sizes"].tolist() == ["n=10"] * 2 + ["n=1000"] * 2
+    assert table["form"].tolist() == ["temporary", "dot"] * 2
     assert (table["ratio"][table["form"] == "temporary"] == 1).all() and (table["threads"] == 1).all()
     assert set(table["allocator"]) == {"default"} and table["error"].max() < 1e-6
     assert "temporary" in capsys.readouterr().out
