@@ -28,6 +28,7 @@ def float_qkv(b, h, n, d, dtype):
 COSTS = {
     "hept/32_attention": ("hept.attention", "4ebc0d0c 5201f91f 8ed99f73 32e6d21c", {"sizes": [200, 400]}),
     "hept/34_tracking": ("studies.tracking", "fa9bec56 8c082d89 34cost02 63ee1c39 21691e41", {}),
+    "hept/35_pileup": ("studies.pileup", "35pu0031 35pu0058 35pu0059", {}),
     "sbm/40_fastrg": ("sbm.sampling", "7cffa04a 21fc250e f85bed05 cd1104b7", {}),
     "sbm/41_attention": ("sbm.attention", "d017d338 2d364dd9 9f76c5b6 b2a5c144", {}),
     "sbm/42_models": ("sbm.models", "04ff7d53 341fddd1", {}),
