@@ -28,6 +28,7 @@ def float_qkv(b, h, n, d, dtype):
 COSTS = {
     "hept/32_attention": ("hept.attention", "4ebc0d0c 5201f91f 8ed99f73 32real02 32real04 32real06 32real08 32real10 32real09 32e6d21c 32grow01", {}),
     "hept/34_tracking": ("studies.tracking", "fa9bec56 8c082d89 34cost02 63ee1c39 21691e41", {}),
+    "hept/35_pileup": ("studies.pileup", "35pu0031 35pu0058 35pu0059", {}),
     "sbm/40_fastrg": ("sbm.sampling", "7cffa04a 21fc250e 40real01 40real02 40real03 40real04 40real05 f85bed05 40libs01 40libs02 cd1104b7 40grow01", {}),
     "sbm/41_attention": ("sbm.attention", "d017d338 2d364dd9 41real01 41real02 41real03 41real04 41real05 9f76c5b6 41layr02", {}),
     "sbm/42_models": ("sbm.models", "04ff7d53 341fddd1", {}),
