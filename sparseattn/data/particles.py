@@ -56,7 +56,8 @@ class ParticleCloud:
         return len(self.kind)
 
 # %% ../../nbs/data/77_particles.ipynb #e898d76b
-def make_particles(momenta: Sequence, pdg: Sequence[int], collision: Sequence[int], vertex: Sequence[float], *,
+def make_particles(momenta: Sequence | np.ndarray, pdg: Sequence[int] | np.ndarray, collision: Sequence[int] | np.ndarray,
+                   vertex: Sequence[float] | np.ndarray, *,
                    rng: np.random.Generator | None = None, event: int = 0, source: str = "") -> ParticleCloud:
     """A cloud from four-momenta.
 
