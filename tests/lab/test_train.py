@@ -480,7 +480,7 @@ def test_thread_ends_when_batches_are_given_up():
     ahead = T._ahead(itertools.count(), lambda number: number)
     next(ahead)
     ahead.close()
-    for _ in range(1500):
+    for _ in range(100):
         if threading.active_count() == before:
             return
         time.sleep(0.02)
