@@ -26,10 +26,11 @@ def float_qkv(b, h, n, d, dtype):
 
 # notebook: module, cells in their order, names that other cells would have made
 COSTS = {
-    "hept/32_attention": ("hept.attention", "4ebc0d0c 5201f91f 8ed99f73 32e6d21c", {"sizes": [200, 400]}),
+    "hept/32_attention": ("hept.attention", "4ebc0d0c 5201f91f 8ed99f73 32real02 32real04 32real06 32real08 32real10 32real09 32e6d21c 32grow01", {}),
     "hept/34_tracking": ("studies.tracking", "fa9bec56 8c082d89 34cost02 63ee1c39 21691e41", {}),
-    "sbm/40_fastrg": ("sbm.sampling", "7cffa04a 21fc250e f85bed05 cd1104b7", {}),
-    "sbm/41_attention": ("sbm.attention", "d017d338 2d364dd9 9f76c5b6 b2a5c144", {}),
+    "hept/35_pileup": ("studies.pileup", "35pu0031 35pu0058 35pu0059", {}),
+    "sbm/40_fastrg": ("sbm.sampling", "7cffa04a 21fc250e 40real01 40real02 40real03 40real04 40real05 f85bed05 40libs01 40libs02 cd1104b7 40grow01", {}),
+    "sbm/41_attention": ("sbm.attention", "d017d338 2d364dd9 41real01 41real02 41real03 41real04 41real05 9f76c5b6 41layr02", {}),
     "sbm/42_models": ("sbm.models", "04ff7d53 341fddd1", {}),
     "sbm/45_lra": ("studies._arena", "5054adb1 3ce869b5 45pap002 274ee07f 45cos001 0be254a9 8be2e271 45cos002", {}),
     "sampled/50_cycles": ("sampled.cycles", "74989855 0070eb36 797caf85", {"random_qkv": float_qkv}),

@@ -574,7 +574,7 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
 
     Example:
         >>> x, edges = torch.randn(1, 1, 3, 4), torch.tensor([[0, 0], [0, 1], [0, 2]])
-        >>> edge_attention(x, x, x, edges)[0, 0, 0].equal(x[0, 0, 0])
+        >>> edge_attention(x, x, x, edges)[0, 0, 0].allclose(x[0, 0, 0])
         True
     """
     check_qkv_form(q, k, v)

@@ -574,35 +574,47 @@ def _case(n, block=100, heads=8, width=24, coord_dims=6, tables=3, device="cpu")
     return q, k, v, *(sort_order(raw_codes(x, base), labels) for x in (q, k))
 
 # %% ../../nbs/hept/32_attention.ipynb #32case02
-def forward_cases(n: int, device: str | torch.device = "cpu") -> dict:
-    """Contenders of the forward pass for `python -m sparseattn.lab.measure`, straightforward form first.
+def _timed(form, q, k, v, *orders, backward):
+    "A call without arguments; with `backward` it gives the gradients of queries, keys and values."
+    if not backward:
+        return torch.no_grad()(lambda: form(q, k, v, *orders))
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    return torch.enable_grad()(lambda: torch.autograd.grad(form(*leaves, *orders).square().sum(), leaves))
 
-    Example:
-        >>> sorted(forward_cases(200))
-        ['fast', 'gather-einsum-exp', 'log-sum-exp']
-    """
-    inputs = _case(n, device=device)
-    return {name: lambda form=form: form(*inputs) for name, form in _FORMS.items()}
+
+def _exact(q, k, v, *orders, backward):
+    heads = [[*(x[:, [h]].double() for x in (q, k, v)), *(order[:, :, [h]] for order in orders)] for h in range(q.shape[1])]
+    found = [_timed(gathered_attention, *head, backward=backward)() for head in heads]
+    return [torch.cat(parts, 1) for parts in zip(*found, strict=True)] if backward else torch.cat(found, 1)
 
 
 def _without_loop(*inputs):
     return _attend(*inputs, 100, "sum", None, 0.0, check=True, form=_BY_LSE)
 
+# %% ../../nbs/hept/32_attention.ipynb #32case03
+def forward_cases(n: int, device: str | torch.device = "cpu", inputs: tuple | None = None, backward: bool = False) -> dict:
+    """Contenders for `lab.measure`: the fast form, the straightforward one, and the log-sum-exp form.
 
-_FORMS = {"gather-einsum-exp": gathered_attention, "log-sum-exp": _without_loop, "fast": hept_attention}
-
-
-def backward_cases(n: int, device: str | torch.device = "cpu") -> dict:
-    """Contenders of forward and backward together.
+    Args:
+        n: random points, rounded down to whole blocks of 100. device: where they are.
+        inputs: (q, k, v, order_q, order_k) in place of random ones.
+        backward: gradients of queries, keys and values.
 
     Example:
-        >>> sorted(backward_cases(200))
-        ['fast', 'gather-einsum-exp', 'log-sum-exp']
+        >>> list(forward_cases(200))
+        ['fast', 'gather-einsum-exp', 'log-sum-exp', 'exact']
     """
-    *tensors, order_q, order_k = _case(n, device=device)
-    leaves = [x.requires_grad_() for x in tensors]
+    inputs, forms = inputs or _case(n, device=device), {"fast": hept_attention, "gather-einsum-exp": gathered_attention}
+    forms["log-sum-exp"] = _without_loop
+    return {name: _timed(form, *inputs, backward=backward) for name, form in forms.items()} | {
+        "exact": partial(_exact, *inputs, backward=backward)}
 
-    def both(function):
-        return lambda: torch.autograd.grad(function(*leaves, order_q, order_k).square().sum(), leaves)
 
-    return {name: both(form) for name, form in _FORMS.items()}
+def backward_cases(n: int, device: str | torch.device = "cpu", inputs: tuple | None = None) -> dict:
+    """Contenders of forward and backward together, as `forward_cases`.
+
+    Example:
+        >>> list(backward_cases(200))
+        ['fast', 'gather-einsum-exp', 'log-sum-exp', 'exact']
+    """
+    return forward_cases(n, device, inputs, backward=True)

@@ -6,7 +6,8 @@
 __all__ = ['REUSE', 'COLUMNS', 'MEANING', 'Cost', 'matmul_cost', 'linear_cost', 'dense_attention_cost', 'counted_flops',
            'block_pairs', 'hept_attention_cost', 'sort_cost', 'compare', 'loglog_slope', 'NLogN', 'fit_nlogn',
            'peak_memory', 'Ceilings', 'machine_ceilings', 'malloc_environment', 'Case', 'relative_error', 'Trace',
-           'allocator', 'speed_table', 'layer_inputs', 'train_briefly', 'registry', 'contest', 'main', 'timed_afresh']
+           'allocator', 'speed_table', 'layer_inputs', 'train_briefly', 'manual_passages', 'registry', 'contest',
+           'main', 'timed_afresh']
 
 # %% ../../nbs/lab/23_measure.ipynb #45c5b8b2
 import argparse
@@ -85,13 +86,13 @@ def matmul_cost(m: int, k: int, n: int, *, batch: int = 1, itemsize: int = 4) ->
     _positive(m=m, k=k, n=n, batch=batch, itemsize=itemsize)
     return Cost(2 * batch * m * k * n, itemsize * batch * (m * k + k * n + m * n), 0, "matmul")
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23line1
 def linear_cost(rows: int, inputs: int, outputs: int, *, bias: bool = True, itemsize: int = 4) -> Cost:
     """Cost of a linear layer applied to `rows` vectors; the addition of the bias is not counted, reading it is."""
     product = matmul_cost(rows, inputs, outputs, itemsize=itemsize)
     return Cost(product.flops, product.bytes + itemsize * outputs * bias, 0, "linear")
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23posi1
 def _positive(**values):
     for name, value in values.items():
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
@@ -106,7 +107,7 @@ def _attention_cost(pairs, points, keys, heads, dim, value_dim, kernel, itemsize
     touched = heads * (points * (dim + value_dim) + keys * (dim + value_dim))
     return Cost(2 * pairs * inner[kernel], itemsize * (touched + 2 * pairs * stored), pairs, label)
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23dens1
 def dense_attention_cost(n: int, heads: int, dim: int, value_dim: int | None = None, *, keys: int | None = None,
                          kernel: str = "softmax", batch: int = 1, itemsize: int = 4, stored: bool = False) -> Cost:
     """Cost of attention from n queries to all keys.
@@ -139,7 +140,7 @@ def block_pairs(n: int, block: int) -> int:
     full, rest = divmod(n, block)
     return full * block**2 + rest**2
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23hept1
 def hept_attention_cost(n: int, heads: int, dim: int, value_dim: int | None = None, *, tables: int = 3,
                         block: int = 100, batch: int = 1, itemsize: int = 4, reread: bool = False) -> Cost:
     """Cost of HEPT's block attention with a Gaussian kernel, without the sorting (HEPT, Sec. 4).
@@ -160,7 +161,7 @@ def hept_attention_cost(n: int, heads: int, dim: int, value_dim: int | None = No
     numbers = heads * n * (tables * (2 * dim + value_dim) + tables * 2 * (value_dim + 1) + value_dim)
     return Cost(cost.flops, itemsize * numbers, cost.exps, cost.label)
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23sort1
 def sort_cost(n: int, rows: int = 1, *, itemsize: int = 4) -> Cost:
     """Sorting rows of n keys: n log2 n comparisons a row, counted as flops; keys read, 8-byte positions written."""
     _positive(n=n, rows=rows, itemsize=itemsize)
@@ -181,7 +182,7 @@ def _threads(count):
         if collecting:
             gc.enable()
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23seco1
 def _synchronize():
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -194,7 +195,7 @@ def _seconds(function, clock):
     _synchronize()
     return clock() - start
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23roun1
 def _rounds(functions, repeats, clock):
     """(repeats, contenders) seconds; in twice as many rounds as contenders each follows every other equally often."""
     names, times = list(functions), np.empty((repeats, len(functions)))
@@ -253,7 +254,7 @@ def _series(n, t):
         raise ValueError(f"n and t: expected two positive sequences of one length >= 2, got {n} and {t}")
     return n, t
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23slop1
 def loglog_slope(n: Sequence[float], t: Sequence[float]) -> float:
     """Exponent p of the least-squares power law t ~ n**p.
 
@@ -264,7 +265,7 @@ def loglog_slope(n: Sequence[float], t: Sequence[float]) -> float:
     n, t = _series(n, t)
     return float(np.polyfit(np.log(n), np.log(t), 1)[0])
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23nlog1
 @dataclass(frozen=True)
 class NLogN:
     """Fit t = constant + rate * n log2(n); `error` = largest relative misfit, `slope` = log-log slope. Callable."""
@@ -294,7 +295,7 @@ def _high_water():
             return int(line.split()[1]) * 1024
     raise OSError("no VmHWM in /proc/self/status")
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23free1
 def _return_free_pages():
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)       # glibc only
@@ -323,7 +324,7 @@ def _report(function, pipe):
     except BaseException as error:
         pipe.send((None, f"{type(error).__name__}: {error}"))
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23fork1
 def _in_fork(function, timeout):
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -384,7 +385,7 @@ class Ceilings:
     threads: int
     device: str
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23rate1
 def _rate(amount, function, tries=5):
     function()
     return amount / min(_seconds(function, time.perf_counter) for _ in range(tries))
@@ -419,7 +420,7 @@ def malloc_environment(regime: str) -> dict[str, str]:
     plain = {name: value for name, value in os.environ.items() if name not in REUSE}
     return plain | (REUSE if regime == "reuse" else {})
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23rest1
 def _restart_in(regime):
     """Start this program again, in this process, if the allocator was set otherwise when it started."""
     if regime == "reuse" and platform.libc_ver()[0] != "glibc":
@@ -469,13 +470,7 @@ class Case:
     tolerance: float = 1e-3
 
     def __post_init__(self):
-        if not self.forms or not all(callable(form) for form, _ in self._parts().values()):
-            raise ValueError(f"{self.name}: forms and rivals: expected names with functions, and a form at least")
-        if (self.exact is None) == (self.error is None):
-            raise ValueError(f"{self.name}: expected an exact form, or a function that says how wrong a result is, "
-                             "and not both")
-        if twice := set(self.forms) & set(self.rivals):
-            raise ValueError(f"{self.name}: {', '.join(sorted(twice))}: a form and a rival")
+        _check_case(self)
 
     def calls(self) -> dict[str, Callable[[], object]]:
         "Functions without arguments, for the clock: forms, then rivals."
@@ -496,6 +491,16 @@ class Case:
     def _call(self, form, inputs):
         return _with_gradients(form, inputs) if self.backward else _without_graph(form, inputs)
 
+# %% ../../nbs/lab/23_measure.ipynb #23chec1
+def _check_case(case):
+    if not case.forms or not all(callable(form) for form, _ in case._parts().values()):
+        raise ValueError(f"{case.name}: forms and rivals: expected names with functions, and a form at least")
+    if (case.exact is None) == (case.error is None):
+        raise ValueError(f"{case.name}: expected an exact form, or a function that says how wrong a result is, "
+                         "and not both")
+    if twice := set(case.forms) & set(case.rivals):
+        raise ValueError(f"{case.name}: {', '.join(sorted(twice))}: a form and a rival")
+
 # %% ../../nbs/lab/23_measure.ipynb #ca5e0004
 def _floating(x):
     return isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -507,7 +512,7 @@ def _tensors(result):
 
     return [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23plain
 def _without_graph(form, inputs):
     def call():
         with torch.no_grad():
@@ -595,7 +600,7 @@ class Trace:
         for name in _wrong(case, errors):
             del calls[name]
         timed = compare(calls, repeats, warmup, threads, clock) if calls else {}
-        settings = self._settings(case, threads, clock)
+        settings = _settings(case, self.device, threads, clock)
         peaks = {name: peak_memory(call, device=self.device) for name, call in calls.items()} if memory else {}
         found = [settings | _line(name, case, errors, timed, peaks) for name in (*case.forms, *case.rivals)]
         self.lines += found
@@ -609,21 +614,8 @@ class Trace:
             table: what it returned.
             name, kind: as of `Case`.
         """
-        told = {"case": name, "role": "", "inputs": kind, "dtype": "float32", "tolerance": Case.tolerance,
-                "versions": _versions()}
-        names = {"name": "form", "malloc": "allocator", "median": "seconds", "peak_memory": "peak"}
-        for row in table.rename(columns=names).to_dict("records"):
-            line = {"peak": math.nan} | row | told | {"sizes": f"n={row['n']}", "ratio": 1 / row["speedup"]}
-            self.lines.append({column: line[column] for column in COLUMNS})
+        self.lines += table.assign(case=name, inputs=kind).to_dict("records")
         self._write()
-
-    def _settings(self, case, threads, clock):
-        "What all lines of a case share."
-        dtypes = [str(x.dtype).removeprefix("torch.") for x in case.inputs if _floating(x)]
-        return {"case": case.name, "inputs": case.kind, "sizes": _words(case.sizes),
-                "dtype": dtypes[0] if dtypes else "float32", "device": self.device.type,
-                "threads": threads or torch.get_num_threads(), "allocator": allocator(), "clock": clock,
-                "tolerance": case.tolerance, "versions": _versions()}
 
     @property
     def frame(self):
@@ -637,25 +629,13 @@ class Trace:
             os.replace(part, self.path)
 
 # %% ../../nbs/lab/23_measure.ipynb #ca5e0010
-def _line(name, case, errors, timed, peaks):
-    "One form's part of a line."
-    row = {"form": name, "role": "form" if name in case.forms else "rival", "error": errors.get(name, math.nan),
-           "peak": peaks.get(name, math.nan)}
-    if name not in getattr(timed, "index", ()):
-        return row
-    first = next(iter(case.forms))
-    ratio = 1 / timed["speedup"][name] if first == timed.index[0] else math.nan
-    row |= {"seconds": timed["median"][name], "ratio": ratio}
-    return row | {column: timed[column][name] for column in ("q25", "q75", "repeats")}
-
-
-def _wrong(case, errors, file=None):
-    "Names of the forms that are wrong, each told in a line."
-    wrong = [name for name, error in errors.items() if not error <= case.tolerance]
-    for name in wrong:
-        print(f"{case.name} ({_words(case.sizes)}): {name} is wrong by {errors[name]:.1e}, "
-              f"allowed {case.tolerance:.0e}: no time", file=file, flush=True)
-    return wrong
+def _settings(case, device, threads, clock):
+    "What all lines of a case share."
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in case.inputs if _floating(x)]
+    return {"case": case.name, "inputs": case.kind, "sizes": _words(case.sizes),
+            "dtype": dtypes[0] if dtypes else "float32", "device": device.type,
+            "threads": threads or torch.get_num_threads(), "allocator": allocator(), "clock": clock,
+            "tolerance": case.tolerance, "versions": _versions()}
 
 
 def _frame(lines):
@@ -676,7 +656,28 @@ def _versions():
         ours = "not installed"
     return f"sparseattn {ours}, torch {torch.__version__}, python {platform.python_version()}"
 
+# %% ../../nbs/lab/23_measure.ipynb #23line2
+def _line(name, case, errors, timed, peaks):
+    "One form's part of a line."
+    row = {"form": name, "role": "form" if name in case.forms else "rival", "error": errors.get(name, math.nan),
+           "peak": peaks.get(name, math.nan)}
+    if name not in getattr(timed, "index", ()):
+        return row
+    first = next(iter(case.forms))
+    ratio = 1 / timed["speedup"][name] if first == timed.index[0] else math.nan
+    row |= {"seconds": timed["median"][name], "ratio": ratio}
+    return row | {column: timed[column][name] for column in ("q25", "q75", "repeats")}
 
+
+def _wrong(case, errors):
+    "Names of the forms that are wrong, each told in a line."
+    wrong = [name for name, error in errors.items() if not error <= case.tolerance]
+    for name in wrong:
+        print(f"{case.name} ({_words(case.sizes)}): {name} is wrong by {errors[name]:.1e}, "
+              f"allowed {case.tolerance:.0e}: no time", flush=True)
+    return wrong
+
+# %% ../../nbs/lab/23_measure.ipynb #23allo1
 def allocator() -> str:
     """How glibc's allocator was set when this process started: "default", or "reuse" of large blocks.
 
@@ -708,26 +709,35 @@ def speed_table(trace, *, wide: bool = False, unit: str = "ms"):
         >>> speed_table(trace).columns.tolist()
         ['case', 'inputs', 'n', 'device', 'form', 'ms', 'time / ours', 'error']
     """
-    import pandas as pd
-
     scale = {"s": 1, "ms": 1e3, "us": 1e6}
     lines = trace.frame if isinstance(trace, Trace) else trace
     if unit not in scale:
         raise ValueError(f"unit: expected one of {', '.join(scale)}, got {unit!r}")
     if not len(lines):
         raise ValueError("the trace is empty")
+    head, time = _head(lines), scale[unit] * lines["seconds"].astype(float)
+    if wide:
+        return _wide(lines, head, time, unit)
+    return head.assign(**{"form": lines["form"], unit: time, "time / ours": lines["ratio"],
+                          "error": lines["error"]}).reset_index(drop=True)
+
+# %% ../../nbs/lab/23_measure.ipynb #23head1
+def _head(lines):
+    import pandas as pd
+
     sizes = pd.DataFrame([dict(part.split("=") for part in text.split()) for text in lines["sizes"]], index=lines.index)
     sizes = sizes.apply(lambda column: pd.to_numeric(column, errors="coerce"))
     shared = [c for c in ("threads", "allocator", "dtype") if lines[c].nunique() > 1]
-    head = pd.concat([lines[["case", "inputs"]], sizes, lines[["device", *shared]]], axis=1)
-    if not wide:
-        time = scale[unit] * lines["seconds"].astype(float)
-        return head.assign(**{"form": lines["form"], unit: time, "time / ours": lines["ratio"],
-                              "error": lines["error"]}).reset_index(drop=True)
+    return pd.concat([lines[["case", "inputs"]], sizes, lines[["device", *shared]]], axis=1)
+
+
+def _wide(lines, head, time, unit):
+    import pandas as pd
+
     rows = []
     for _, part in lines.groupby([head[c].fillna("") for c in head], sort=False):
         first, *others = part.itertuples()
-        rows.append(head.loc[first.Index].to_dict() | {f"{first.form} [{unit}]": scale[unit] * first.seconds}
+        rows.append(head.loc[first.Index].to_dict() | {f"{first.form} [{unit}]": time[first.Index]}
                     | {f"{other.form} / {first.form}": other.ratio for other in others})
     return pd.DataFrame(rows)
 
@@ -767,7 +777,7 @@ def layer_inputs(network: torch.nn.Module, kind: type, *batch) -> list[tuple]:
             hook.remove()
     return found
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23brief
 def train_briefly(network: torch.nn.Module, loss: Callable[[int], torch.Tensor], *, steps: int = 100,
                   rate: float = 1e-3) -> list[float]:
     """A hundred steps of Adam, so that a layer's inputs are no longer those of a new network.
@@ -796,6 +806,27 @@ def train_briefly(network: torch.nn.Module, loss: Callable[[int], torch.Tensor],
         losses.append(value.item())
     return losses
 
+# %% ../../nbs/lab/23_measure.ipynb #23manu1
+def manual_passages(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Python's manual in passages of one length.
+
+    Args:
+        length: bytes of a passage; shorter topics, and what is left of longer ones, are left out.
+
+    Returns:
+        Bytes (passages, length) int64, and the number of each passage's topic.
+
+    Example:
+        >>> manual_passages(1024)[0].shape[1]
+        1024
+    """
+    from pydoc_data.topics import topics
+
+    texts = [torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8) for _, text in sorted(topics.items())]
+    cut = [text[: len(text) // length * length].view(-1, length) for text in texts if len(text) >= length]
+    counts = torch.tensor([len(passages) for passages in cut])
+    return torch.cat(cut).long(), torch.arange(len(cut)).repeat_interleave(counts)
+
 # %% ../../nbs/lab/23_measure.ipynb #ca5e0020
 def registry() -> dict[str, str]:
     """What the command can time: public functions of the package whose names hold `_cases`.
@@ -817,7 +848,7 @@ def registry() -> dict[str, str]:
                 found[".".join((*parts, node.name))] = f"{root.name}.{'.'.join(parts)}:{node.name}"
     return found
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23cont1
 def _package_folder():
     return Path(importlib.import_module("sparseattn").__file__).parent
 
@@ -861,10 +892,10 @@ def _arguments():
     parser.add_argument("--repeats", type=_size, default=5, help="rounds timed")
     parser.add_argument("--clock", choices=sorted(_CLOCKS), default="wall", help="seconds waited, or processor seconds")
     parser.add_argument("--memory", action="store_true", help="also the extra peak memory of each function, in bytes")
-    parser.add_argument("--csv", type=Path, help="write the table to this file")
+    parser.add_argument("--csv", type=Path, help="write the trace, or the table of two trees, to this file")
     return parser
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23load1
 def _load(target):
     """The function that `package.module:function` names, or a name of the registry."""
     module, _, name = _target(target).partition(":")
@@ -879,7 +910,7 @@ def _load(target):
         raise ValueError(f"target: {module!r} has no function {name!r}; it has {', '.join(public) or 'none'}")
     return getattr(found, name)
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23targ1
 def _target(name):
     """`package.module:function` for a name of the registry, or for the end of one."""
     if ":" in name:
@@ -895,10 +926,11 @@ _WORKER = """
 import importlib, json, sys, time
 import torch
 
-target, device, threads = sys.argv[1:]
+target, device, threads, clock = sys.argv[1:]
 module, _, name = target.partition(":")
 make = getattr(importlib.import_module(module), name)
 torch.set_num_threads(int(threads))
+clock = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
 wait = torch.cuda.synchronize if device != "cpu" else (lambda: None)
 for line in sys.stdin:
     question = json.loads(line)
@@ -908,23 +940,23 @@ for line in sys.stdin:
         answer = list(made)
     else:
         wait()
-        start = time.perf_counter()
+        start = clock()
         made[question["form"]]()
         wait()
-        answer = time.perf_counter() - start
+        answer = clock() - start
     print("answer", json.dumps(answer), flush=True)
 """
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23work1
 class _Worker:
     """A process that has loaded a target from a folder, and times one call when it is asked to."""
 
     def __init__(self, folder, arguments):
-        command = [sys.executable, "-c", _WORKER, _target(arguments.target), arguments.device, str(arguments.threads)]
+        words = [_target(arguments.target), arguments.device, str(arguments.threads), arguments.clock]
         environment = malloc_environment(arguments.malloc) | {"PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])}
         self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=self.errors)
+        self.process = subprocess.Popen([sys.executable, "-c", _WORKER, *words], env=environment, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
 
     def ask(self, **question):
         print(json.dumps(question), file=self.process.stdin, flush=True)
@@ -962,12 +994,12 @@ def _against(arguments):
         _unpack(arguments.against, folder)
         with _Worker(_package_folder().parent, arguments) as now, _Worker(folder, arguments) as then:
             for n in arguments.n:
-                both, _ = now.ask(n=n), print(f"n = {n} ...", file=sys.stderr, flush=True)
-                both = [form for form in then.ask(n=n) if form in both]
+                wrong, ours = _wrong(case := _case(arguments, n), case.errors()), now.ask(n=n)
+                both = [form for form in then.ask(n=n) if form in ours and form not in wrong]
                 rows += [{"n": n, "name": form} | _ratio(now, then, form, arguments.repeats) for form in both]
     return pd.DataFrame(rows)
 
-
+# %% ../../nbs/lab/23_measure.ipynb #23rati1
 def _ratio(now, then, form, repeats):
     """Interleaved seconds of a contender in both trees, a round of warming up before."""
     seconds = np.empty((repeats + 1, 2))
@@ -980,40 +1012,24 @@ def _ratio(now, then, form, repeats):
     return {"now": now, "then": then, "then / now": middle, "q25": low, "q75": high, "repeats": repeats}
 
 # %% ../../nbs/lab/23_measure.ipynb #0cb26f66
+def _case(arguments, n):
+    """The case of one size."""
+    print(f"n = {n} ...", file=sys.stderr, flush=True)
+    make = _load(arguments.target)
+    functions = make(n) if arguments.device == "cpu" else make(n, device=arguments.device)
+    return contest(arguments.target, functions, n=n)
+
+
 def _measure(arguments):
-    """One table for all sizes: the columns of `compare` with n, device, threads, clock and malloc before them."""
-    import pandas as pd
-
-    make, device, tables = _load(arguments.target), arguments.device, []
+    """The lines of a trace, for all sizes."""
+    trace = Trace(device=arguments.device)
+    options = {name: getattr(arguments, name) for name in ("repeats", "threads", "clock", "memory")}
     for n in arguments.n:
-        print(f"n = {n} ...", file=sys.stderr, flush=True)
-        functions = make(n) if device == "cpu" else make(n, device=device)
-        calls, errors = _right(arguments.target, functions, n)
-        table = compare(calls, arguments.repeats, threads=arguments.threads, clock=arguments.clock)
-        if arguments.memory:
-            table["peak_memory"] = [peak_memory(f, device=device) for f in calls.values()]
-        table = table.reindex([*calls, *(name for name in errors if name not in calls)]).reset_index()
-        table["error"] = [errors.get(name, math.nan) for name in table["name"]]
-        settings = {name: getattr(arguments, name) for name in ("device", "malloc", "threads", "clock")}
-        tables.append(table.assign(n=n, **settings)[["n", *settings, *table.columns]])
-    return pd.concat(tables, ignore_index=True)
+        if trace.time(_case(arguments, n), **options)["seconds"].isna().all():
+            raise ValueError(f"{arguments.target}: no contender is right")
+    return trace.frame
 
-
-def _right(name, functions, n):
-    """Contenders without those that are wrong, which are named; and the errors."""
-    contenders = {key: f for key, f in functions.items() if key not in MEANING} | functions.get("rivals", {})
-    if not {"exact", "error"} & set(functions):
-        print(f"{name}: nothing here says whether its contenders are right", file=sys.stderr, flush=True)
-        return contenders, {}
-    case = contest(name, functions, n=n)
-    errors = case.errors()
-    for key in _wrong(case, errors, sys.stderr):
-        del contenders[key]
-    if not contenders:
-        raise ValueError(f"{name}: no contender is right")
-    return contenders, errors
-
-
+# %% ../../nbs/lab/23_measure.ipynb #23main1
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status (2 = bad arguments, with the reason on stderr)."""
     parser = _arguments()
@@ -1028,7 +1044,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         table = _against(arguments) if arguments.against else _measure(arguments)
     except ValueError as error:
         parser.error(str(error))
-    print(table.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+    shown = table if arguments.against else speed_table(table)
+    print(shown.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
     if arguments.csv:
         temporary = arguments.csv.with_name(f".{arguments.csv.name}.{os.getpid()}")
         table.to_csv(temporary, index=False)
@@ -1037,17 +1054,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # %% ../../nbs/lab/23_measure.ipynb #8a90be31
 def timed_afresh(target: str, sizes: Sequence[int], *, repeats: int = 5, malloc: str = "default",
-                 device: str | torch.device = "cpu"):
-    """The command's table, made in a fresh process on a CPU, and in this one on a GPU.
+                 device: str | torch.device = "cpu", memory: bool = False):
+    """The command's lines, made in a fresh process on a CPU, and in this one on a GPU.
 
     Args:
         target: package.module:function.
         sizes, repeats: points, rounds timed.
         malloc: "default", or "reuse" large blocks.
         device: where the contenders run.
+        memory: weigh each form too.
 
     Returns:
-        DataFrame with a row for each size and contender; a wrong one has an error and no time. `Trace.add` takes it.
+        DataFrame with the lines of a trace; a wrong form has an error and no time. `Trace.add` takes it.
 
     Raises:
         subprocess.CalledProcessError: the command failed.
@@ -1058,7 +1076,7 @@ def timed_afresh(target: str, sizes: Sequence[int], *, repeats: int = 5, malloc:
     import pandas as pd
 
     command = [target, "--n", *map(str, sizes), "--threads", str(torch.get_num_threads()), "--repeats", str(repeats)]
-    command += ["--malloc", malloc, "--device", torch.device(device).type]
+    command += ["--malloc", malloc, "--device", torch.device(device).type, *["--memory"] * memory]
     if torch.device(device).type != "cpu":
         return _measure(_arguments().parse_args(command))
     with tempfile.TemporaryDirectory() as folder:

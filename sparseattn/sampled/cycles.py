@@ -173,16 +173,17 @@ def sample_cycle(n: int, *, batch: tuple[int, ...] = (), generator: torch.Genera
 
 # %% ../../nbs/sampled/50_cycles.ipynb #fb32b370
 def sample_cycle_cases(n: int = 256, batch: int = 256, device: str | torch.device = "cpu") -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`, the plain form first.
+    """Contenders for `python -m sparseattn.lab.measure`, the plain form first; `error`: share of places that no order has.
 
     Example:
         >>> sorted(sample_cycle_cases(8, 2))
-        ['argsort', 'randperm', 'sample_cycle']
+        ['argsort', 'error', 'randperm', 'sample_cycle']
     """
     draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
     return {"argsort": lambda: torch.rand(batch, n, dtype=torch.float64, **draw).argsort(-1),
             "randperm": lambda: torch.stack([torch.randperm(n, **draw) for _ in range(batch)]),
-            "sample_cycle": lambda: sample_cycle(n, batch=(batch,), **draw)}
+            "sample_cycle": lambda: sample_cycle(n, batch=(batch,), **draw),
+            "error": lambda found: (found.sort(-1).values != torch.arange(n, device=device)).double().mean().item()}
 
 # %% ../../nbs/sampled/50_cycles.ipynb #fc9a92e3
 def admissible_sizes(n: int) -> list[int]:

@@ -6,6 +6,9 @@
 __all__ = ['draw_edges', 'fastrg', 'bernoulli', 'fastrg_cases']
 
 # %% ../../nbs/sbm/40_fastrg.ipynb #6727f1de
+import math
+from functools import partial
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -215,7 +218,7 @@ def _check_model(y, b, z, one_list):
     if one_list and y.shape != z.shape:
         raise ValueError(f"undirected and self_loops need one list of points, got {_shapes(y, b, z)}")
 
-
+# %% ../../nbs/sbm/40_fastrg.ipynb #40wide1
 def _wide(x):
     "In float32 at least."
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -351,19 +354,61 @@ def _listed(kernels, out, starts, counts, n, batched):
     kernels("listed", out, starts, ends, *places, len(ends), n, torch.get_num_threads())
     return edges
 
+# %% ../../nbs/sbm/40_fastrg.ipynb #40off001
+def _off(edges, a, z, law):
+    "How far the edges of graphs with rates a z^T (g, n, m) are from their law, beyond chance."
+    n, m, worst = a.shape[1], z.shape[1], 0.0
+    if law != "counts" and len(((edges[0] * n + edges[1]) * m + edges[2]).unique()) < edges.shape[1]:
+        return math.inf
+    step = -(-n // 256)
+    rows = torch.arange(0, n, step, device=a.device)
+    group = rows[:, None] // step % 16 * 16 + torch.arange(m, device=a.device) % 16
+    for graph in range(len(a)):
+        source, target = edges[1:, (edges[0] == graph) & (edges[1] % step == 0)]
+        rate = a[graph, rows].double() @ z[graph].double().mT
+        odds = -torch.expm1(-rate) if law == "simple" else rate
+        found, mean, noise = (torch.bincount(where.flatten(), weights, 256) for where, weights in (
+            (group[source // step, target], None), (group, odds.flatten()),
+            (group, (odds if law == "counts" else odds * (1 - odds)).flatten())))
+        found, mean, noise = (torch.cat([x, x.sum()[None]]) for x in (found, mean, noise))
+        beyond = (found - mean).abs() - 6 * noise.sqrt()
+        worst = max(worst, (beyond / mean.clamp(min=1)).max().item())
+    return worst
+
 # %% ../../nbs/sbm/40_fastrg.ipynb #62d9aa32
-def fastrg_cases(n: int, density: float = 0.01, clusters: int = 128,
-                 device: str | torch.device = "cpu") -> dict:
-    """Contenders for `python -m sparseattn.lab.measure`, the straightforward form first.
+def _of_random(n, density, clusters, device):
+    "One model with soft memberships: y, b, z."
+    draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
+    y, z = (torch.rand(1, n, clusters, **draw) for _ in range(2))
+    b = torch.rand(1, clusters, clusters, **draw)
+    return y, b * density / ((y.mean(1) @ b[0]) @ z[0].mean(0)), z
+
+
+def _one_draw_a_pair(a, z, **draw):
+    uniform = torch.rand(len(a), a.shape[1], z.shape[1], dtype=a.dtype, device=a.device, **draw)
+    return (uniform < -torch.expm1(-a @ z.mT)).nonzero().T
+
+# %% ../../nbs/sbm/40_fastrg.ipynb #40case01
+def fastrg_cases(n: int, density: float = 0.01, clusters: int = 128, device: str | torch.device = "cpu",
+                 inputs: tuple | None = None) -> dict:
+    """Contenders for `lab.measure`: `fastrg`, the straightforward form, and up to 4096 points one draw a pair; rivals.
+
+    Args:
+        n, density, clusters: of a random model. device: where it is.
+        inputs: (y, b, z) of a batch of models in place of a random one.
 
     Example:
-        >>> sorted(fastrg_cases(100))
-        ['bernoulli', 'fastrg', 'straightforward']
+        >>> cases = fastrg_cases(100)
+        >>> list(cases), list(cases["rivals"])
+        (['fastrg', 'straightforward', 'one draw a pair', 'rivals', 'error'], ['bernoulli', 'floor'])
     """
-    generator = torch.Generator(device).manual_seed(n)
-    y, z = (torch.rand(n, clusters, generator=generator, device=device) for _ in range(2))
-    b = torch.rand(clusters, clusters, generator=generator, device=device)
-    b *= density / ((y.mean(0) @ b) @ z.mean(0))
-    return {"straightforward": lambda: fastrg(y, b, z, generator=generator, impl="reference"),
-            "fastrg": lambda: fastrg(y, b, z, generator=generator),
-            "bernoulli": lambda: bernoulli(y, b, z, generator=generator)}
+    y, b, z = inputs or _of_random(n, density, clusters, device)
+    a, draw = y @ b, dict(generator=torch.Generator(device).manual_seed(0))
+    expected = int((a.sum(1) * z.sum(1)).sum())
+    ours = partial(fastrg, y, b, z, **draw)
+    forms = {"fastrg": ours, "straightforward": partial(ours, impl="reference")}
+    forms |= {"one draw a pair": partial(_one_draw_a_pair, a, z, **draw)} if y.shape[1] <= 4096 else {}
+    rivals = {"bernoulli": partial(bernoulli, y, b, z, **draw),
+              "floor": lambda: (torch.rand(expected, dtype=torch.float64, device=device, **draw),
+                                torch.ones(2, expected, dtype=torch.long, device=device))}
+    return forms | {"rivals": rivals, "error": partial(_off, a=a, z=z, law="simple")}

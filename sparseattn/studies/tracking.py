@@ -177,6 +177,13 @@ def data(setting):
             "_inputs": (inputs.mean(0), inputs.std(0))}
 
 
+class _ByDirection(HEPTModel):
+    """The network that sees (eta, phi) alone of the coordinates."""
+
+    def forward(self, x, coords, mask=None, **draw):
+        return super().forward(x, coords[..., :2], mask, **draw)
+
+
 def _with_hept(setting, attention=None, **options):
     """The paper's network with HEPT's attention, or with what the ablation puts in its place."""
     model = HEPTModel(15, 6, decay="summed", dropout=0.0, regions=setting["regions"], **options)
@@ -204,6 +211,8 @@ def network(row, setting, data):
     if row in RIVALS:
         make = MessageNetwork if "layer" in options else HEPTModel
         model = make(15, 6, dropout=0.0, **options)
+    elif row in AFTER:
+        model = _ByDirection(15, 2, dropout=0.0, regions=setting["regions"], **options)
     else:
         model = _with_hept(setting, **options)
     model.encode = nn.Sequential(Standardise(*data["_inputs"]), *model.encode)

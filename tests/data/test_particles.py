@@ -55,6 +55,15 @@ def test_shuffles_keep_rows_together():
         assert torch.equal(getattr(mixed, name), getattr(plain, name)[order])
 
 
+def test_made_up_crossings():
+    a, b, c = P.toy_crossings(2), P.toy_crossings(1), P.toy_crossings(1, seed=1)
+    assert torch.equal(a[0].x, b[0].x) and not torch.equal(a[0].x[:50], c[0].x[:50]) and a[1].event == 1
+    for cloud in a:
+        assert 500 < len(cloud) <= 600 and 30 < cloud.label.sum() <= 48 and cloud.x.isfinite().all()
+        assert cloud.label[cloud.scored].any() and not cloud.label[cloud.scored].all()
+        assert len(cloud.vertex[cloud.label & (cloud.kind == 0)].unique()) == 1
+
+
 @needs_pythia
 def test_events_are_fixed_by_number_and_seed(tmp_path):
     a, b = (P.simulate_crossings(2, pileup=2, progress=False, root=tmp_path / name) for name in "ab")
@@ -88,6 +97,7 @@ def test_a_turned_event_keeps_its_invariants():
 @pytest.mark.parametrize("call, error, message", [
     (lambda: P.make_particles([[1.0, 0, 0, 1]], [22, 22], [0], [0.0]), ValueError, "one length, got 1, 2 and 1"),
     (lambda: P.make_particles([[math.nan, 0, 0, 1]], [22], [0], [0.0]), ValueError, "finite momenta"),
+    (lambda: P.toy_crossings(1, wanted=0), ValueError, "wanted: expected an integer of at least 1"),
     (lambda: P.simulate_crossings(-1), ValueError, "count: expected an integer of at least 0"),
     (lambda: P.simulate_crossings(1, pileup=math.nan), ValueError, "pileup: expected a number"),
     (lambda: P.load_workshop(path="nowhere.npz"), FileNotFoundError, "nowhere.npz: no such file"),

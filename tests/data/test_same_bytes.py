@@ -152,6 +152,7 @@ SMALL = {
     "collisions: sector": lambda: collisions.sectors(collisions.cloud_of_hits(hits()))[3],
     "collisions: fixture": lambda: collisions.example_clouds()[0],
     "particles: cloud": crossing,
+    "particles: toy": lambda: particles.toy_crossings(1)[0],
     "sequences: listops": lambda: sequences.listops_expressions(4, np.random.default_rng(0)),
     "sequences: pathfinder": lambda: sequences.pathfinder_pictures(6, np.random.default_rng(0)),
     "sequences: toy listops": lambda: task("listops"),

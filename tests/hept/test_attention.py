@@ -8,8 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn.core.attention import dense_attention
 from sparseattn.hept import attention
-from sparseattn.hept.attention import block_of, gathered_attention, hept_attention, multiplicity
+from sparseattn.hept.attention import (backward_cases, block_of, forward_cases, gathered_attention, hept_attention,
+                                       multiplicity)
 from sparseattn.hept.layer import HEPTAttention
+from sparseattn.lab.measure import contest
 
 CASES = [  # n, block, batch, tables
     (1, 1, 1, 1),
@@ -539,3 +541,8 @@ def test_the_operator_refuses_what_is_no_permutation():
     q, k, v, order, _, real, *options = operands(False)
     with pytest.raises(ValueError, match="permutations"):
         attention._operator(q, k, v, order, order + 1, real, 0.0, True, *options[2:])
+
+
+@pytest.mark.parametrize("cases", [forward_cases, backward_cases])
+def test_forms_of_the_speed_table_agree(cases):
+    assert max(contest("blocks", cases(300)).errors().values()) < 1e-5

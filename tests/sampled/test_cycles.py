@@ -444,8 +444,11 @@ def test_bad_input_is_refused():
 
 
 def test_cases_draw_the_same_shapes():
-    assert {name: case().shape for name, case in sample_cycle_cases(8, 3).items()} == dict.fromkeys(
-        ("argsort", "randperm", "sample_cycle"), (3, 8))
+    cases = sample_cycle_cases(8, 3)
+    error = cases.pop("error")
+    shapes = {name: case().shape for name, case in cases.items()}
+    assert shapes == dict.fromkeys(("sample_cycle", "argsort", "randperm"), (3, 8))
+    assert error(cases["randperm"]()) == 0 < error(torch.zeros(3, 8, dtype=torch.long))
 
 
 def test_estimates_of_dense_attention_have_second_derivatives():

@@ -9,6 +9,7 @@ from scipy import stats
 from sparseattn import SBMAttention
 from sparseattn.core.attention import PRESENCE_RULES, dense_attention, edge_attention
 from sparseattn.core.transformer import Encoder
+from sparseattn.lab.measure import contest
 from sparseattn.sbm import attention as module
 from sparseattn.sbm.attention import (
     _GRADIENTS,
@@ -19,6 +20,7 @@ from sparseattn.sbm.attention import (
     _gather_scatter,
     memberships,
     sbm_attention,
+    sbm_layer_cases,
 )
 from sparseattn.sbm.gradients import estimate
 from sparseattn.sbm.sampling import bernoulli
@@ -202,8 +204,17 @@ def test_gather_scatter_is_edge_attention():
     q, k, v, *_ = draw()
     edges = (torch.rand(6, 13, 13, generator=torch.Generator().manual_seed(0)) < 0.2).nonzero().T
     torch.testing.assert_close(_gather_scatter(q, k, v, edges), edge_attention(q, k, v, edges))
-    for backward in (False, True):
-        assert len(edge_cases(30, 0.1, backward=backward)["edge attention"]()) == (3 if backward else 1)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_forms_of_the_speed_table_agree(backward):
+    assert max(contest("edges", edge_cases(30, 0.1, heads=2, backward=backward)).errors().values()) < 1e-5
+
+
+def test_a_layer_whose_density_is_off_is_found():
+    cases = sbm_layer_cases(64, width=16)
+    density, *gradients = cases["sbm"]()
+    assert cases["error"]((density, *gradients)) == 0 < cases["error"]((3 * density, *gradients))
 
 
 def layer(**options):

@@ -8,7 +8,7 @@ from scipy import stats
 
 from sparseattn.sbm import sampling as module
 from sparseattn.core.native import c_kernels
-from sparseattn.sbm.sampling import bernoulli, draw_edges, fastrg, fastrg_cases
+from sparseattn.sbm.sampling import _off, bernoulli, draw_edges, fastrg, fastrg_cases
 
 ALARM = 1e-4  # false-alarm rate of every statistical test; seeds are fixed
 
@@ -291,11 +291,24 @@ def test_bad_options():
 
 def test_cases_draw_the_same_model():
     cases = fastrg_cases(300, 0.05, clusters=8)
-    sizes = {name: sum(case().shape[1] for _ in range(5)) / 5 for name, case in cases.items()}
+    drawn = {name: case for name, case in (cases | cases["rivals"]).items() if name not in ("rivals", "error", "floor")}
+    sizes = {name: sum(case().shape[1] for _ in range(5)) / 5 for name, case in drawn.items()}
     expected = 300**2 * 0.05  # of the rates; simple graphs lose a little, "bernoulli" nothing
     noise = stats.norm.isf(ALARM) * math.sqrt(expected / 5)
     assert all(0.9 * expected < size < expected + noise for size in sizes.values())
-    assert max(sizes["straightforward"], sizes["fastrg"]) < expected
+    assert max(sizes[name] for name in ("straightforward", "fastrg", "one draw a pair")) < expected
+
+
+@pytest.mark.parametrize("law", ["counts", "simple", "bernoulli"])
+def test_a_wrong_law_is_found(law):
+    """Of another density, of half of the targets, and with a pair twice."""
+    y, b, z = (x[None].float() for x in soft(90, 700, 3))
+    b = 0.2 * b / (y @ b @ z.mT).mean()
+    edges = draw_edges(y @ b, z, law)
+    assert _off(edges, y @ b, z, law) == 0
+    assert _off(draw_edges(1.4 * y @ b, z, law), y @ b, z, law) > 0
+    assert _off(edges[:, edges[2] % 16 < 8], y @ b, z, law) > 0.1
+    assert (_off(torch.cat([edges, edges[:, :1]], 1), y @ b, z, law) == math.inf) == (law != "counts")
 
 
 BERNOULLI = {
