@@ -49,12 +49,12 @@ def bucket_labels(values: Float[Tensor, "... n"], buckets: Float[Tensor, "..."],
 
     Args:
         values: one hash value a point.
-        buckets: wanted number of buckets B >= 1, broadcastable to the leading dimensions; need not be an integer.
+        buckets: wanted number of buckets B >= 1, broadcast against the leading dimensions; need not be an integer.
         mask: True = a real point; masked points are not counted and get the label that follows the last bucket.
         as_released: round `n * (1 / B)` up in float32, which may give one point a bucket more, as in the released code.
 
     Returns:
-        Labels 0 .. ceil(B) - 1; equal values are told apart by their index.
+        Labels 0 .. ceil(B) - 1, of the broadcast shape; equal values are told apart by their index.
 
     Raises:
         TypeError, ValueError: B < 1 or not finite; values that are not floating, a mask that does not fit.
