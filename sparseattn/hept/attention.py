@@ -591,6 +591,14 @@ def _exact(q, k, v, *orders, backward):
 def _without_loop(*inputs):
     return _attend(*inputs, 100, "sum", None, 0.0, check=True, form=_BY_LSE)
 
+
+def _peers(q):
+    "On a GPU, see `core.gpu.peers`; FlexAttention has no sum over tables."
+    if not (q.is_cuda and torch.version.cuda):
+        return {}
+    from sparseattn.core.gpu import peers
+    return peers(gathered_attention)
+
 # %% ../../nbs/hept/32_attention.ipynb #32case03
 def forward_cases(n: int, device: str | torch.device = "cpu", inputs: tuple | None = None, backward: bool = False) -> dict:
     """Contenders for `lab.measure`: the fast form, the straightforward one, and the log-sum-exp form.
@@ -606,6 +614,7 @@ def forward_cases(n: int, device: str | torch.device = "cpu", inputs: tuple | No
     """
     inputs, forms = inputs or _case(n, device=device), {"fast": hept_attention, "gather-einsum-exp": gathered_attention}
     forms["log-sum-exp"] = _without_loop
+    forms |= _peers(inputs[0])
     return {name: _timed(form, *inputs, backward=backward) for name, form in forms.items()} | {
         "exact": partial(_exact, *inputs, backward=backward)}
 

@@ -407,10 +407,22 @@ def _gather_scatter(q, k, v, edges):
     return (out / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]).view(*q.shape[:3], -1)
 
 
-def _dense_from_list(q, k, v, edges):
+def _pattern(q, k, edges):
     pattern = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     pattern[tuple(edges)] = True
-    return nn.functional.scaled_dot_product_attention(q, k, v, pattern.view(*q.shape[:3], -1))
+    return pattern
+
+
+def _dense_from_list(q, k, v, edges):
+    return nn.functional.scaled_dot_product_attention(q, k, v, _pattern(q, k, edges).view(*q.shape[:3], -1))
+
+
+def _peers(q, k, v, edges):
+    "On a GPU, see `core.gpu.peers`; FlexAttention up to 8192 tokens of one item."
+    if not (q.is_cuda and torch.version.cuda):
+        return {}
+    from sparseattn.core.gpu import peers
+    return peers(_gather_scatter, _pattern(q, k, edges) if len(q) == 1 and q.shape[2] <= 8192 else None)
 
 # %% ../../nbs/sbm/41_attention.ipynb #41case01
 def _timed(form, *tensors, edges, backward):
@@ -444,6 +456,7 @@ def edge_cases(n: int, density: float = 0.01, heads: int = 1, width: int = 64, b
     forms = {"edge attention": edge_attention}
     forms |= {"gather-scatter": _gather_scatter} if edges.shape[1] <= 1e6 else {}
     forms["dense"] = _dense_from_list
+    forms |= _peers(*tensors, edges)
     exact = _dense_from_list if tensors[0].shape[2] <= 8192 else _gather_scatter
     source, target = torch.zeros(2, (4 * tensors[0].nbytes + edges.nbytes) // 2, dtype=torch.uint8, device=device)
     told = dict(edges=edges, backward=backward)

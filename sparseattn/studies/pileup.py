@@ -46,7 +46,7 @@ def squeezed(x):
 def data(setting):
     """Crossings of all parts."""
     clouds, ends = _crossings(setting), np.cumsum([0, *setting["crossings"]])
-    parts = {name: clouds[a:b] for name, (a, b) in zip(("train", "val", "test"), itertools.pairwise(ends))}
+    parts = {name: clouds[a:b] for name, (a, b) in zip(("train", "val", "test"), itertools.pairwise(ends), strict=True)}
     x = squeezed(torch.cat([c.x for c in parts["train"]]))
     return {"sources": [clouds[0].source], **parts, "_inputs": (x.mean(0), x.std(0))}
 

@@ -1,6 +1,5 @@
 """The tracking study: networks without the spatial kernel and with the successor's attention; tracks; whole events."""
 
-import numpy as np
 import torch
 
 from sparseattn.data import collisions
@@ -25,7 +24,8 @@ def test_the_successor_sees_the_direction_alone():
     for row in AFTER:
         torch.manual_seed(0)
         model = network(row, setting, data).eval()
-        assert torch.equal(model(x, cloud), model(x, moved)) and not torch.equal(model(x, cloud), model(x, cloud.flip(1)))
+        assert torch.equal(model(x, cloud), model(x, moved))
+        assert not torch.equal(model(x, cloud), model(x, cloud.flip(1)))
 
 
 def test_an_embedding_that_knows_the_particles_finds_all_tracks():
@@ -34,7 +34,8 @@ def test_an_embedding_that_knows_the_particles_finds_all_tracks():
 
     def embed(cloud):
         places = torch.where(cloud.particle > 0, cloud.particle, -1 - torch.arange(len(cloud)))
-        return torch.stack([places.float(), 0.001 * torch.rand(len(cloud), generator=torch.Generator().manual_seed(0))], -1)
+        blur = torch.rand(len(cloud), generator=torch.Generator().manual_seed(0))
+        return torch.stack([places.float(), 0.001 * blur], -1)
 
     data = {"val": clouds[:1], "test": {"held back": [(c, torch.ones(len(c), dtype=torch.bool)) for c in clouds]}}
     found = find_tracks(embed, data)
