@@ -3284,8 +3284,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'sparseattn.sbm.attention._on_matrix': ( 'sbm/attention.html#_on_matrix',
                                                                                    'sparseattn/sbm/attention.py'),
                                           'sparseattn.sbm.attention._pairs': ('sbm/attention.html#_pairs', 'sparseattn/sbm/attention.py'),
-                                          'sparseattn.sbm.attention._pattern': ( 'sbm/attention.html#_pattern',
-                                                                                 'sparseattn/sbm/attention.py'),
                                           'sparseattn.sbm.attention._peers': ('sbm/attention.html#_peers', 'sparseattn/sbm/attention.py'),
                                           'sparseattn.sbm.attention._shifted_layer': ( 'sbm/attention.html#_shifted_layer',
                                                                                        'sparseattn/sbm/attention.py'),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_finite,
                                        check_number, check_qkv_form, composed_gradients, masked_softmax, transformed)
+from ..core.points import has_triton
 from .hashing import bucket_labels, combine_labels, invert, raw_codes, sort_order
 from .loop import attend_in_loop, differentiate_in_loop, permutes
 from .loop import loops as _loops
@@ -594,7 +595,7 @@ def _without_loop(*inputs):
 
 def _peers(q):
     "On a GPU, see `core.gpu.peers`; FlexAttention has no sum over tables."
-    if not (q.is_cuda and torch.version.cuda):
+    if not (q.is_cuda and has_triton()):
         return {}
     from sparseattn.core.gpu import peers
     return peers(gathered_attention)

@@ -673,7 +673,7 @@ def _gathered(q, k, v, order):
 
 def _peers(q, order):
     "On a GPU, see `core.gpu.peers`; FlexAttention up to 8192 points."
-    if not (q.is_cuda and torch.version.cuda):
+    if not (q.is_cuda and has_triton()):
         return {}
     from sparseattn.core.gpu import peers
     return peers(_gathered, cycle_pattern(order).expand(q.shape[1], -1, -1) if q.shape[2] <= 8192 else None)

@@ -18,6 +18,7 @@ from ..core.attention import (AttentionInfo, check_choice, check_count, check_qk
                                        checked_cloud, composed_gradients, dense_attention, hide_masked, sees_values,
                                        transformed)
 from ..core.native import c_kernels, c_source
+from ..core.points import has_triton
 from ..core.relaxation import check_noise, check_tau, gumbel
 from ..core.tiles import as_contiguous, few_keys_attention
 from ..core.transformer import head_channels, register_attention
@@ -508,7 +509,7 @@ def _expanded(q, k, v, scores, samples):
 
 def _peers(q):
     "On a GPU, see `core.gpu.peers`; FlexAttention walks over all keys of a tile, of which a sample touches every one."
-    if not (q.is_cuda and torch.version.cuda):
+    if not (q.is_cuda and has_triton()):
         return {}
     from sparseattn.core.gpu import peers
     return peers(_expanded)

@@ -16,6 +16,8 @@ from ..core.attention import (_check_edges, PRESENCE_RULES, AttentionInfo, check
                                        check_form, check_generator, check_number, check_qkv_form, checked_cloud,
                                        edge_attention, edge_products, has_values, hide_masked, pattern_attention,
                                        sees_values, straight_through_presence)
+from ..core.patterns import edges_to_pattern
+from ..core.points import has_triton
 from ..core.transformer import DenseAttention, head_channels, register_attention
 from .sampling import draw_edges
 
@@ -407,22 +409,19 @@ def _gather_scatter(q, k, v, edges):
     return (out / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]).view(*q.shape[:3], -1)
 
 
-def _pattern(q, k, edges):
+def _dense_from_list(q, k, v, edges):
     pattern = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     pattern[tuple(edges)] = True
-    return pattern
-
-
-def _dense_from_list(q, k, v, edges):
-    return nn.functional.scaled_dot_product_attention(q, k, v, _pattern(q, k, edges).view(*q.shape[:3], -1))
+    return nn.functional.scaled_dot_product_attention(q, k, v, pattern.view(*q.shape[:3], -1))
 
 
 def _peers(q, k, v, edges):
     "On a GPU, see `core.gpu.peers`; FlexAttention up to 8192 tokens of one item."
-    if not (q.is_cuda and torch.version.cuda):
+    if not (q.is_cuda and has_triton()):
         return {}
     from sparseattn.core.gpu import peers
-    return peers(_gather_scatter, _pattern(q, k, edges) if len(q) == 1 and q.shape[2] <= 8192 else None)
+    small = len(q) == 1 and q.shape[2] <= 8192
+    return peers(_gather_scatter, edges_to_pattern(edges, (*q.shape[1:3], k.shape[2])) if small else None)
 
 # %% ../../nbs/sbm/41_attention.ipynb #41case01
 def _timed(form, *tensors, edges, backward):

@@ -345,7 +345,7 @@ def _flat(h):
 
 
 def drawn(row, model, setting, data):
-    """Tracks, scores of whole events, and of HEPT the embedding of the first test cloud."""
+    """Tracks (where scikit-learn is installed), scores of whole events, and of HEPT the embedding of the first test cloud."""
     found = {} if row in RIVALS else whole(model, data)
     if importlib.util.find_spec("sklearn"):
         found |= find_tracks(lambda cloud: _embed(model, cloud), data)

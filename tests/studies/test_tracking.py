@@ -4,7 +4,17 @@ import torch
 
 from sparseattn.data import collisions
 from sparseattn.hept.layer import PointHash
-from sparseattn.studies.tracking import AFTER, COUNTS, RADII, STUDY, OriginalKernel, find_tracks, network, whole
+from sparseattn.studies.tracking import (
+    AFTER,
+    COUNTS,
+    RADII,
+    STUDY,
+    OriginalKernel,
+    _for_whole_events,
+    find_tracks,
+    network,
+    whole,
+)
 
 
 def test_the_original_kernel_learns_in_every_part():
@@ -56,6 +66,9 @@ def test_whole_events_have_ten_times_the_regions_and_leave_the_network_alone():
     model = network("HEPT, sum", setting, data).eval()
     hashes = [part for part in model.modules() if isinstance(part, PointHash)]
     before = [part.buckets.clone() for part in hashes]
+    larger = [part.buckets for part in _for_whole_events(model).modules() if isinstance(part, PointHash)]
+    for now, then in zip(larger, before, strict=True):
+        torch.testing.assert_close(now.prod(-1), 10 * then.prod(-1))
     told = whole(model, data)
     assert all(torch.equal(part.buckets, old) for part, old in zip(hashes, before, strict=True)) and before
     assert set(told) == {f"whole, {part}" for part in data["_whole"]}
