@@ -81,6 +81,15 @@ def test_executes(notebook, executed):
     assert json.loads(log.with_suffix(".json").read_text(encoding="utf-8"))["status"] == "done"
 
 
+def test_compiled_loops_are_shown_without_a_compiler(tmp_path):
+    script = "import plain; from pathlib import Path; plain.execute(*map(Path, {0}), {{}}, Path())".format(
+        ("nbs/core/06_native.ipynb", str(tmp_path / "executed.ipynb")))
+    environment = os.environ | {"CC": "", "PYTHONPATH": os.pathsep.join([str(ROOT / "workflow"), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "no C compiler here" in (tmp_path / "executed.ipynb").read_text(encoding="utf-8")
+
+
 def test_reproduction_ends_well_with_a_page(executed):
     assert executed.returncode == 0, executed.stdout[-3000:] + executed.stderr[-1000:]
     page = (ROOT / "build/smoke/index.html").read_text(encoding="utf-8")

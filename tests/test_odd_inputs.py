@@ -180,7 +180,8 @@ def functions():
         (patterns.edges_to_pattern, dict(edges=EDGES, shape=(B * H, N, N))),
         (head_channels, dict(dim=8, heads=2, head_dim=3)), (regimes.bell_gap, dict(p=numbers(B, N, N).sigmoid())),
         (regimes.block_bound, dict(off=numbers(N).sigmoid(), blocks=2)), (toys.is_repeated, dict(tokens=TABLES[0, 0])),
-        (metrics.retrieval_precision, dict(embeddings=numbers(N, 3), particle=PARTICLES, valid=MASK[1], k_max=3, chunk=4)),
+        (metrics.retrieval_precision,
+         dict(embeddings=numbers(N, 3), particle=PARTICLES, valid=MASK[1], k_max=3, chunk=4)),
         (metrics.average_precision, dict(scores=numbers(N), labels=PARTICLES % 2, mask=MASK[1])),
         (segmentation.confusion_matrix, dict(predicted=PARTICLES, labels=PARTICLES.flip(0), classes=4, mask=MASK[1])),
         (segmentation.segmentation_scores, dict(confusion=torch.tensor([[8, 2], [1, 9]]))),
@@ -199,7 +200,7 @@ FLOATS = torch.float16, torch.bfloat16, torch.float64
 ZERO = {"window", "width", "depth", "coord_dims", "start", "dim", "seed", "samsa_flops"}
 NEGATIVE = {"dim", "seed"}                                               # numbers that may be below 0
 EXCLUDES = {"scores", "logits", "noise"}                                 # where -inf has a meaning
-NUMBERS = {"labels", "tokens", "label", "confusion", "particle"}                                  # integers that number no points
+NUMBERS = {"labels", "tokens", "label", "confusion", "particle"}  # integers that number no points
 # values of building blocks, and of rows that nobody chooses, are not looked at; what only moves takes any dtype
 PASSES = {"cross_attention", "pattern_attention", "channel_shuffle", "gather_points", "group_norm", "straight_through",
           "raw_codes", "bucket_labels", "sort_order", "window_cells", "edge_features", "position_set",

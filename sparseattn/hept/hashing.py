@@ -49,12 +49,12 @@ def bucket_labels(values: Float[Tensor, "... n"], buckets: Float[Tensor, "..."],
 
     Args:
         values: one hash value a point.
-        buckets: wanted number of buckets B >= 1, broadcastable to the leading dimensions; need not be an integer.
+        buckets: wanted number of buckets B >= 1, broadcast against the leading dimensions; need not be an integer.
         mask: True = a real point; masked points are not counted and get the label that follows the last bucket.
         as_released: round `n * (1 / B)` up in float32, which may give one point a bucket more, as in the released code.
 
     Returns:
-        Labels 0 .. ceil(B) - 1; equal values are told apart by their index.
+        Labels 0 .. ceil(B) - 1, of the broadcast shape; equal values are told apart by their index.
 
     Raises:
         TypeError, ValueError: B < 1 or not finite; values that are not floating, a mask that does not fit.
@@ -79,7 +79,7 @@ def bucket_labels(values: Float[Tensor, "... n"], buckets: Float[Tensor, "..."],
         values, count = values.masked_fill(~mask, math.inf), mask.sum(-1).float()
     size = count * buckets.reciprocal() if as_released else count / buckets
     size = torch.ceil(size).clamp(min=1)[..., None]
-    label = torch.floor(rank(values) / size).long()
+    label = (rank(values) / size).floor_().long()
     return label if mask is None else torch.where(mask, label, torch.ceil(buckets)[..., None].long())
 
 
@@ -159,19 +159,20 @@ def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | N
     label = label.long()
     if mask is not None:
         label = torch.where(mask[None, :, None], label, label.amax() + 1)
-    key = (label << 32) | _float_bits(base)
+    key = (label << 32) + _float_bits(base)
     if base.is_cpu and has_values(base):
         bits = max(1, (base.shape[-1] - 1).bit_length())
         if int(label.max()).bit_length() + 32 + bits <= 63:
-            packed = (key << bits) | torch.arange(base.shape[-1])
-            return torch.from_numpy(np.sort(packed.numpy(), axis=-1)) & ((1 << bits) - 1)
+            key.bitwise_left_shift_(bits).bitwise_or_(torch.arange(base.shape[-1]))
+            key.numpy().sort(axis=-1)
+            return key.bitwise_and_((1 << bits) - 1)
     return key.argsort(dim=-1, stable=True)
 
 
 def _float_bits(x):
-    "float32 as integers 0 .. 2^32 - 1 in the same order."
-    bits = (x.float() + 0.0).contiguous().view(torch.int32).long()
-    return torch.where(bits < 0, ~bits, bits | 0x80000000) & 0xFFFFFFFF
+    "float32 as integers -2^31 .. 2^31 - 1 in the same order."
+    bits = (x.float() + 0.0).contiguous().view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
 def combine_labels(labels: list[Int[Tensor, "..."]]) -> Int[Tensor, "..."]:
@@ -181,8 +182,8 @@ def combine_labels(labels: list[Int[Tensor, "..."]]) -> Int[Tensor, "..."]:
         >>> combine_labels([torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1])])
         tensor([3, 1, 5])
     """
-    code = torch.zeros_like(labels[0])
-    for label in reversed(labels):
+    *rest, code = labels
+    for label in reversed(rest):
         code = code * (label.amax() + 1) + label
     return code
 

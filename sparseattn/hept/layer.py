@@ -138,22 +138,13 @@ def _aux_values(codes, q, k, coords, directions):
 # %% ../../nbs/hept/38_layer.ipynb #38labe02
 def _labels(values, buckets, mask, as_released=False):
     "Combined aux codes of queries and keys, (tables, b, h, n) each."
-    real = None if mask is None else mask[None, :, None]
-    found = []
-    for j, (of_q, of_k) in enumerate(values):
-        count = buckets[..., j]
-        shape = (*count.shape, of_q.shape[-1])
-        if of_q is of_k:
-            label = bucket_labels(of_q.expand(shape), count, mask=None if real is None else real.expand(shape),
-                                  as_released=as_released)
-            found.append((label, label))
-        else:
-            both = bucket_labels(torch.cat([of_q, of_k], -1), count,
-                                 mask=None if real is None else torch.cat([real.expand(shape)] * 2, -1))
-            found.append(both.split(shape[-1], -1))
-    combine = _packed if as_released else combine_labels
-    joint = combine([torch.cat(pair, -1) for pair in found])
-    return joint.split(joint.shape[-1] // 2, -1)
+    shared = all(of_q is of_k for of_q, of_k in values)         # coordinates: one sort for all tables and heads
+    both = [of_q if shared else torch.cat([of_q, of_k], -1) for of_q, of_k in values]
+    if mask is not None:
+        mask = (mask if shared else torch.cat([mask, mask], -1))[None, :, None].expand(both[0].shape)
+    found = [bucket_labels(x, buckets[..., j], mask=mask, as_released=as_released) for j, x in enumerate(both)]
+    joint = (_packed if as_released else combine_labels)(found)
+    return (joint, joint) if shared else joint.split(joint.shape[-1] // 2, -1)
 
 # %% ../../nbs/hept/38_layer.ipynb #32pack02
 def _packed(labels):

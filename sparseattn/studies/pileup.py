@@ -46,7 +46,7 @@ def squeezed(x):
 def data(setting):
     """Crossings of all parts."""
     clouds, ends = _crossings(setting), np.cumsum([0, *setting["crossings"]])
-    parts = {name: clouds[a:b] for name, (a, b) in zip(("train", "val", "test"), itertools.pairwise(ends))}
+    parts = {name: clouds[a:b] for name, (a, b) in zip(("train", "val", "test"), itertools.pairwise(ends), strict=True)}
     x = squeezed(torch.cat([c.x for c in parts["train"]]))
     return {"sources": [clouds[0].source], **parts, "_inputs": (x.mean(0), x.std(0))}
 
@@ -157,14 +157,14 @@ ROWS = {
 SETTINGS = {
     "source": ("toy", "simulated", "simulated", "simulated", "simulated, with a detector"),
     "crossings": ([4, 1, 3], [120, 6, 40], [800, 20, 100], [800, 100, 100], "800 / 100 / 100"),
-    "steps": (4, 300, 20_000, 160_000, "up to 200 epochs of 800"),
+    "steps": (4, 900, 20_000, 160_000, "up to 200 epochs of 800"),
     "epoch": (2, 50, 500, 800, "one pass"),
     "rates": ([1e-2], [1e-2, 3e-3], [1e-2, 3e-3], [1e-3, 1e-4], "1e-3 or 1e-4, halved where validation stands still"),
     "probe": (2, 40, 1_000, 1_600, "-"),
     "warm-up": (1, 20, 200, 200, "-"),
     "seeds": (1, 3, 3, 3, "1"),
     "regions": (4, 140, 140, 140, "100, 120 or 140"),
-    "minutes": (0, 20, 20, 90, "-"),
+    "minutes": (0, 45, 20, 90, "-"),
 }
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0025

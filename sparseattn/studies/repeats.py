@@ -42,7 +42,7 @@ ROWS["Nystromformer"] = dict(attention="nystrom", share=1.0, seeds=1)
 SETTINGS = {
     "length": (16, 256, 256, 256, "256"),
     "batch": (16, 16, 256, 256, "256"),
-    "steps": (40, 1_500, 2_000, 2_000, "2000"),
+    "steps": (40, 2_000, 2_000, 2_000, "2000"),
     "epoch": (20, 50, 50, 50, "-"),
     "rates": ([5e-3], [2e-3], [1e-3], [1e-3], "1e-3"),
     "schedule": ("cosine", "cosine", "cosine", "cosine", "not given"),

@@ -133,3 +133,31 @@ def test_on_a_gpu(dtype):
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     for ours, exact in zip(*found, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("n, m, density", [(1, 1, 1.0), (150, 150, 0.05), (40, 300, 0.01)])
+def test_flex_attention_is_what_the_list_gives(n, m, density):
+    """Queries without an edge among them, in float32; on a GPU the gradients too, which torch has nowhere else."""
+    from sparseattn.core.gpu import flex_attention_on
+
+    g = torch.Generator().manual_seed(0)
+    pattern = torch.rand(2, n, m, generator=g) < density
+    learns = DEVICE == "cuda"
+    leaves = [torch.randn(1, 2, size, 16, generator=g).to(DEVICE).requires_grad_(learns) for size in (n, m, m)]
+    pattern, found = pattern.to(DEVICE), []
+    for form in (flex_attention_on(pattern), edge_attention):
+        out = form(*leaves, pattern.nonzero().T)
+        found.append((out, *(torch.autograd.grad(out.square().sum(), leaves) if learns else ())))
+    for flex, listed in zip(*found, strict=True):
+        torch.testing.assert_close(flex, listed, rtol=2e-5, atol=2e-5)
+
+
+def test_peers_stand_beside_kernels_on_a_gpu_alone():
+    from sparseattn.core.gpu import peers
+    from sparseattn.sampled.attention import _peers
+    from sparseattn.sampled.cycles import sample_cycle
+
+    q, order = torch.randn(1, 2, 50, 16, device=DEVICE), sample_cycle(50).to(DEVICE)
+    names = ["gather, compiled", "FlexAttention"]
+    assert list(_peers(q, order)) == (names if DEVICE == "cuda" else [])
+    assert list(peers(torch.relu, torch.ones(1, 2, 2, dtype=torch.bool, device=DEVICE))) == names

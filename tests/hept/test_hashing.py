@@ -70,6 +70,16 @@ def test_labels_of_many_lists_with_their_own_buckets():
         assert torch.equal(found[t, b, h], bucket_labels(values[t, b, h], buckets[t, 0]))
 
 
+@pytest.mark.parametrize("real", [None, 17])
+def test_one_list_serves_many_buckets(real):
+    """Coordinates are sorted once for all tables and heads."""
+    values, buckets = torch.rand(1, 2, 1, 30, generator=source()), torch.rand(3, 1, 4, generator=source(1)) * 9 + 1
+    mask = None if real is None else (torch.arange(30) < real).expand_as(values)
+    every = values.expand(3, 2, 4, 30)
+    expected = bucket_labels(every, buckets, mask=None if mask is None else mask.expand_as(every))
+    assert torch.equal(bucket_labels(values, buckets, mask=mask), expected)
+
+
 @pytest.mark.parametrize("real", [0, 1, 13, 20])
 @pytest.mark.parametrize("garbage", [-1e30, math.nan])
 def test_masked_values_are_not_counted(real, garbage):

@@ -40,7 +40,8 @@ def test_perfect_and_reversed_orders(data):
 def test_scores_see_neutral_particles_above_the_cut_only(data, built):
     one, model = data["test"][0], built("HEPT")
     logits = pileup._logits(model, one)
-    assert len(logits) == int(one.scored.sum()) and (one.kind[one.scored] > 0).all() and (one.x[one.scored, 4] > 0.9).all()
+    assert len(logits) == int(one.scored.sum())
+    assert (one.kind[one.scored] > 0).all() and (one.x[one.scored, 4] > 0.9).all()
     expected = average_precision(torch.from_numpy(logits), one.label[one.scored])
     assert STUDY.test(model, SETTING, data)["test"][0] == pytest.approx(expected)
 

@@ -1,7 +1,20 @@
-"""Networks of the tracking study: without the spatial kernel, and with the successor's attention."""
+"""The tracking study: networks without the spatial kernel and with the successor's attention; tracks; whole events."""
 
 import torch
-from sparseattn.studies.tracking import AFTER, STUDY, OriginalKernel, network
+
+from sparseattn.data import collisions
+from sparseattn.hept.layer import PointHash
+from sparseattn.studies.tracking import (
+    AFTER,
+    COUNTS,
+    RADII,
+    STUDY,
+    OriginalKernel,
+    _for_whole_events,
+    find_tracks,
+    network,
+    whole,
+)
 
 
 def test_the_original_kernel_learns_in_every_part():
@@ -21,4 +34,43 @@ def test_the_successor_sees_the_direction_alone():
     for row in AFTER:
         torch.manual_seed(0)
         model = network(row, setting, data).eval()
-        assert torch.equal(model(x, cloud), model(x, moved)) and not torch.equal(model(x, cloud), model(x, cloud.flip(1)))
+        assert torch.equal(model(x, cloud), model(x, moved))
+        assert not torch.equal(model(x, cloud), model(x, cloud.flip(1)))
+
+
+def test_an_embedding_that_knows_the_particles_finds_all_tracks():
+    """Noise lies apart, hit by hit."""
+    clouds = [collisions.positions_only(cloud) for cloud in collisions.example_clouds()[:2]]
+
+    def embed(cloud):
+        places = torch.where(cloud.particle > 0, cloud.particle, -1 - torch.arange(len(cloud)))
+        blur = torch.rand(len(cloud), generator=torch.Generator().manual_seed(0))
+        return torch.stack([places.float(), 0.001 * blur], -1)
+
+    data = {"val": clouds[:1], "test": {"held back": [(c, torch.ones(len(c), dtype=torch.bool)) for c in clouds]}}
+    found = find_tracks(embed, data)
+    assert found["radius"] == RADII[0]
+    for one, cloud in zip(found["tracks, held back"], clouds, strict=True):
+        counts = dict(zip(COUNTS, one.tolist(), strict=True))
+        particles = cloud.particle[cloud.reconstructable & (cloud.pt > 0.9)].unique()
+        hits = torch.bincount(cloud.particle.clamp(min=0))[particles]
+        assert counts["particles"] == len(particles)
+        assert counts["found"] == counts["perfect"] == (hits >= 3).sum() > 0  # a candidate has three hits
+        assert counts["candidates"] == counts["matched"] == counts["pure"] == counts["found"]
+    flat = find_tracks(lambda cloud: torch.zeros(len(cloud), 2), data)
+    assert flat["tracks, held back"][:, COUNTS.index("found")].sum() == 0
+
+
+def test_whole_events_have_ten_times_the_regions_and_leave_the_network_alone():
+    setting, data = STUDY.at("smoke"), STUDY.data(STUDY.at("smoke"))
+    model = network("HEPT, sum", setting, data).eval()
+    hashes = [part for part in model.modules() if isinstance(part, PointHash)]
+    before = [part.buckets.clone() for part in hashes]
+    larger = [part.buckets for part in _for_whole_events(model).modules() if isinstance(part, PointHash)]
+    for now, then in zip(larger, before, strict=True):
+        torch.testing.assert_close(now.prod(-1), 10 * then.prod(-1))
+    told = whole(model, data)
+    assert all(torch.equal(part.buckets, old) for part, old in zip(hashes, before, strict=True)) and before
+    assert set(told) == {f"whole, {part}" for part in data["_whole"]}
+    for part, (score, hits) in told.items():
+        assert 0 <= score <= 1 and hits == int(hits) > 0, part
