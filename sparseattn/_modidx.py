@@ -2466,6 +2466,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sparseattn.lab.study._nothing': ('lab/study.html#_nothing', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study._outcomes': ('lab/study.html#_outcomes', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study._rate': ('lab/study.html#_rate', 'sparseattn/lab/study.py'),
+                                      'sparseattn.lab.study._same_data': ('lab/study.html#_same_data', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study._seal': ('lab/study.html#_seal', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study._trained': ('lab/study.html#_trained', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study._without_floor': ('lab/study.html#_without_floor', 'sparseattn/lab/study.py'),

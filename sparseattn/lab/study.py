@@ -451,6 +451,15 @@ def _trained(unit: Unit, data, device, stop) -> dict:
         return told | _outcomes(study, study.test(model, setting, data)) | {"drawn": drawn}
 
 # %% ../../nbs/lab/80_study.ipynb #f2ab0e9a
+def _same_data(unit, seen, sources):
+    """Refuse to train beside a record that was made with other data: the two could not stand in one table."""
+    others = (current(other) for other in units(unit.study, unit.scale, root=unit.root) if other.name != unit.name)
+    beside = next((record for record in others if record), None)
+    if beside and beside["data"]["digest"] != seen:
+        raise ValueError(f"{unit.name}: the records beside it were made with other data; here: {'; '.join(sources)}; there: "
+                         f"{'; '.join(beside['data']['sources'])}. Set SPARSEATTN_DATA to their files, or retrain the others")
+
+
 def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, retrain: bool = False) -> dict:
     """The record of a unit: the one that is there, or a new one after training (or going on with) the unit.
 
@@ -461,7 +470,8 @@ def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, r
         retrain: forget record and checkpoint, and start anew.
 
     Raises:
-        Busy: another process trains it. ValueError: its data are missing, a probe is missing, or a file is damaged.
+        Busy: another process trains it. ValueError: its data are missing, or are not those of the records beside it; a
+            probe is missing; a file is damaged.
 
     Example:
         >>> train(units(study, "cpu")[0])    # doctest: +SKIP
@@ -476,6 +486,8 @@ def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, r
             raise ValueError(f"{unit.name}: {why}")
         data = unit.study.data(unit.setting())
         seen = digest({name: part for name, part in data.items() if name[0] != "_"})
+        if not retrain:
+            _same_data(unit, seen, data["sources"])
         if unit.kind == "floor":
             began = time.process_time()
             told = _outcomes(unit.study, unit.study.floor(unit.row, unit.setting(), data, unit.seed))

@@ -48,6 +48,7 @@ ROWS = {
     "full": dict(attention="dense"),
     "SBM": dict(attention="sbm", window=True),
     "SBM, no window": dict(attention="sbm"),
+    "window alone": dict(attention="window"),
     "random masks": dict(attention="sbm", random=True),
     "Nystromformer": dict(attention="nystrom"),
     "Reformer": dict(attention="reformer"),
@@ -85,6 +86,7 @@ def network(row, setting, data):
     name, random, (words, classes) = options.pop("attention"), options.pop("random", False), data["_sizes"]
     options |= {"clusters": setting["clusters"]} if name == "sbm" else {SIZE[name]: setting["rank"]} if name in SIZE else {}
     options |= {"window": setting["window"]} if options.get("window") else {}
+    options |= {"width": setting["window"] // 2} if name == "window" else {}
     options |= {"rounds": 2, "chunk": min(64, 2 * setting["rank"])} if name == "reformer" else {}
     known = options | ({"max_length": setting["length"]} if name == "linformer" else {})
     hidden = setting["hidden"] if name == "none" else matched_hidden(name, hidden=setting["hidden"], **shape, **known)
@@ -97,7 +99,7 @@ def network(row, setting, data):
 # %% ../../nbs/sbm/46_glue.ipynb #46net005
 def drawn(row, model, setting, data):
     """Mean density over pairs of real tokens of the test sentences."""
-    if ROWS[row]["attention"] != "sbm":
+    if ROWS[row]["attention"] not in ("sbm", "window"):
         return {}
     (inputs, _), kept, pairs, device = data["test"], 0.0, 0, next(model.parameters()).device
     for at in torch.arange(len(inputs["lengths"])).split(setting["batch"]):

@@ -216,8 +216,11 @@ def test_smoke_makes_all_records_now(tmp_path):
 def test_records_of_different_data_do_not_stand_in_one_table(tmp_path):
     S.train(unit(tmp_path, "majority-0", "cpu"))
     other = dataclasses.replace(TOY, data=lambda setting: toy.data(setting) | {"more": 1})
-    for u in S.units(other, "cpu", rows=["linear"], root=tmp_path)[:1]:
-        S.train(u)
+    probe = S.units(other, "cpu", rows=["linear"], root=tmp_path)[0]
+    with pytest.raises(ValueError, match="made with other data; here: .*; there: .*SPARSEATTN_DATA"):
+        S.train(probe)
+    assert not probe.record.exists()
+    S.train(probe, retrain=True)
     with pytest.raises(ValueError, match="different data"):
         S.records(TOY, "cpu", root=tmp_path)
 

@@ -27,8 +27,11 @@ def test_padding_changes_no_answer(row, data, built):
 def test_rows_differ_where_they_say(data, built):
     found = {row: glue.drawn(row, built(row), SETTING, data) for row, o in ROWS.items() if "attention" in o}
     dense = {row: values["density"][0] for row, values in found.items() if values}
-    assert set(dense) == {"SBM", "SBM, no window", "random masks"}
+    assert set(dense) == {"SBM", "SBM, no window", "random masks", "window alone"}
     assert dense["SBM"] > dense["SBM, no window"] + 0.05 and abs(dense["random masks"] - 0.25) < 0.01
+    n = data["test"][0]["lengths"].tolist()
+    near = sum(abs(i - j) <= SETTING["window"] // 2 for m in n for i in range(m) for j in range(m))
+    assert dense["window alone"] == pytest.approx(near / sum(m * m for m in n))
     layer = built("random masks").network.body.encoder.layers[0].attention
     assert not layer.clusters.requires_grad and not any(p.requires_grad for p in layer.network.parameters())
 
