@@ -1,6 +1,7 @@
 """The arena of five tasks: what rows change, what rules see, which rows are off, which expressions are for the test."""
 
 import gzip
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def built(data):
 def test_every_task_has_a_study_of_its_own(data):
     assert tuple(STUDIES) == TASKS and {f"arena_{task}" for task in TASKS} <= set(names()) and "_arena" not in names()
     for task, study in STUDIES.items():
-        assert study.name == f"arena_{task}" and set(METHODS) <= set(study.rows)
+        assert study.name == f"arena_{task}" and set(_arena.methods(task)) <= set(study.rows)
         assert study.at("cpu")["steps"] >= 3000 or data[task]["_sizes"][0] == 257          # bytes take more time a step
         net = study.network("full", SETTING[task], data[task]).eval()
         assert len(study.test(net, SETTING[task], data[task])["test"]) == 16
@@ -175,3 +176,15 @@ def test_what_is_off_is_said_and_left_out(tmp_path):
     shapes = {name: kept[name]["shape"] for name in ("attended", "items", "losses")}
     assert shapes == {"attended": [16, 2, 64], "items": [16, 1], "losses": [16]}
     assert "no attention" in CONTROLS and "full" not in CONTROLS
+    assert _arena.idle(found, "hard 256, from 0") and not _arena.idle(found, "full") and not _arena.idle(found, "no attention")
+    decided = {}
+    run = SimpleNamespace(scale="smoke", decide=lambda id, **facts: decided.setdefault(id, facts["evidence"]))
+    _arena.gain(run, found, "X", "hard 256, from 0", "full"), _arena.level(run, found, "Y", "full", 40.0)
+    assert "the attention of hard 256, from 0 is off" in decided["X"] and "off" not in decided["Y"]
+
+
+def test_rows_are_repeated_where_statements_hang_on_them():
+    assert _arena.methods("listops") is METHODS and "seeds" not in METHODS["SBM"]
+    paths = _arena.methods("pathfinder")
+    assert all(options["seeds"] == 1 for options in paths.values())
+    assert set(METHODS) - set(paths) == {f"SBM, weight {weight}" for weight in (0.01, 0.001, 0.0001)}
