@@ -176,7 +176,7 @@ def test_what_is_off_is_said_and_left_out(tmp_path):
     shapes = {name: kept[name]["shape"] for name in ("attended", "items", "losses")}
     assert shapes == {"attended": [16, 2, 64], "items": [16, 1], "losses": [16]}
     assert "no attention" in CONTROLS and "full" not in CONTROLS
-    assert _arena.idle(found, "hard 256, from 0") and not _arena.idle(found, "full") and not _arena.idle(found, "no attention")
+    assert [row for row in rows if _arena.idle(found, row)] == ["hard 256, from 0"]
     decided = {}
     run = SimpleNamespace(scale="smoke", decide=lambda id, **facts: decided.setdefault(id, facts["evidence"]))
     _arena.gain(run, found, "X", "hard 256, from 0", "full"), _arena.level(run, found, "Y", "full", 40.0)
