@@ -1,4 +1,5 @@
 """Package metadata lives in settings.ini; this file only hands it to setuptools."""
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -8,6 +9,9 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=["="])
 config.read(here / "settings.ini", encoding="utf-8")
 meta = config["DEFAULT"]
+# outside of the repository its files are found by their address
+there = f"]({meta['git_url']}/blob/{meta['branch']}/"
+readme = re.sub(r"\]\((?!https?:|#)", there, (here / "README.md").read_text(encoding="utf-8"))
 extras = {key.removesuffix("_requirements"): value.split()
           for key, value in meta.items() if key.endswith("_requirements")}
 
@@ -15,7 +19,7 @@ setup(
     name=meta["lib_name"],
     version=meta["version"],
     description=meta["description"],
-    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description=readme,
     long_description_content_type="text/markdown",
     author=meta["author"],
     author_email=meta["author_email"],

@@ -366,3 +366,17 @@ def test_what_is_not_promised_does_not_hold(name):
 def test_second_derivatives_of_estimates_are_no_differences(name):
     found = check_attention(name, properties=("double backward",), estimates=False)
     assert "gradient of a gradient: off by" in found["double backward"]
+
+
+OPTIONS = [("dense", dict(kernel="gaussian", coord_dims=3)), ("hept", dict(combine="union")),
+           ("hept", dict(impl="reference")), ("sampled", dict(cycle_for="cloud")),
+           ("sampled", dict(cycle_for="head")), ("sampled", dict(cycles=3)), ("sampled", dict(window=5)),
+           ("samsa", dict(hard=False)), ("samsa", dict(inference="noise")), ("sbm", dict(gradient="two-sided")),
+           ("sbm", dict(sampler="fastrg")), ("sbm", dict(rates="rows", window=3))]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_promises_hold_with_other_options_too(name, options):
+    properties = ("mask", "batch", "gradients", "double backward", "func.grad", "autocast bf16", "autocast fp16")
+    found = check_attention(name, options=options, properties=properties)
+    assert not [why for why in found.values() if why != "works" and not why.startswith("not promised")], found

@@ -8,6 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sparseattn
 from sparseattn.core.transformer import make_attention
+from sparseattn.sampled.models import HierarchicalClassifier, ShapeClassifier
+from sparseattn.samsa.models import SequenceNetwork
+from sparseattn.sbm.models import MaskedLanguageModel, SequenceClassifier, TokenClassifier
 from sparseattn.testing import check_attention
 
 NEEDS = {"hept": dict(coord_dims=3, block_size=8), "linformer": dict(max_length=24), "samsa": dict(samples=8)}
@@ -115,3 +118,32 @@ def test_evaluation_with_a_generator_leaves_the_training_draws_alone(name):
     before = {key: value.clone() for key, value in layer.state_dict().items()}
     assert torch.equal(outputs(True), outputs(False))
     assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
+
+
+NETWORKS = {
+    "tokens": lambda: (TokenClassifier(9, 3, attention="sbm", max_length=12), torch.randint(9, (2, 12))),
+    "sequence": lambda: (SequenceClassifier(9, 3, attention="sbm", max_length=12), torch.randint(9, (2, 12))),
+    "language": lambda: (MaskedLanguageModel(9, attention="sbm", max_length=12), torch.randint(9, (2, 12))),
+    "samsa": lambda: (SequenceNetwork(9, 3, attention="sampled", dim=16, depth=2, heads=2, hidden=16),
+                      torch.randint(9, (2, 12))),
+    "shape": lambda: (ShapeClassifier(5), torch.randn(2, 40, 3)),
+    "hierarchy": lambda: (HierarchicalClassifier(5), torch.randn(2, 256, 3)),
+}
+
+
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_networks_take_the_source_of_their_draws(make):
+    network, inputs = make()
+    network.eval()
+    once, again = (network(inputs, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(once, again)
+
+
+@pytest.mark.parametrize("options", [{}, dict(impl="reference"), dict(gradient="two-sided"), dict(sampler="fastrg")])
+def test_block_models_train_under_autocast(options):
+    network = torch.nn.Sequential(torch.nn.Linear(8, 16), make_attention("sbm", 16, 4, **options))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = network(torch.randn(2, 50, 8))
+    found.float().sum().backward()
+    assert found.dtype == torch.bfloat16
+    assert all(p.grad is None or p.grad.isfinite().all() for p in network.parameters())

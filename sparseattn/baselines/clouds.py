@@ -235,7 +235,19 @@ class _PointAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
+        """Attention of every point to points of its cloud; what a mechanism draws, its class says.
+
+        Args:
+            x: features. coords: where the points are, for mechanisms with `coord_dims`.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
+        """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims, self.query.weight)
         q, k, v = (f(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
         with torch.autocast(x.device.type, enabled=False):
@@ -792,7 +804,19 @@ class PointTransformerAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
+        """Attention of every point to its nearest neighbours, channel by channel; nothing is drawn.
+
+        Args:
+            x: features. coords: where the points are, needed.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
+        """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims, self.query.weight)
         with torch.no_grad():
             places = coords.to(torch.promote_types(coords.dtype, torch.float32))

@@ -292,7 +292,19 @@ class InducingAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
+        """Attention of every point to learned points that attended the set; nothing is drawn.
+
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
+        """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         held = self.write(self.points.expand(len(x), -1, -1), x, mask)
         q, k, v = (_split(f(s), self.heads) for f, s in ((self.query, x), (self.key, held), (self.value, held)))
@@ -371,7 +383,19 @@ class _Near(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
+        """Attention of every point to those that it is joined to; what is drawn, the class says.
+
+        Args:
+            x: features. coords: where the points are, needed.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
+        """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         if coords is None:
             raise ValueError(f"coords are needed, shape ({x.shape[0]}, {x.shape[1]}, any), got None")
@@ -658,7 +682,19 @@ class NoAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Zeros `(b, n, c)`; with `return_info` also an `AttentionInfo` of zeros."""
+        """Zeros: a layer then has its residual and its feed-forward part alone.
+
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; all return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`.
+        """
         out = 0 * checked_cloud(x, coords, mask, self.dim)[0]
         return (out, AttentionInfo(None, 0, 0.0, 0)) if return_info else out
 

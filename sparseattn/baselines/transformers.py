@@ -512,7 +512,20 @@ class _Baseline(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Attention output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points return 0."""
+        """Attention of every point to the tokens of its sequence; what a mechanism draws, its class says.
+
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and
+                return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
+        """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         q, v = self._split(self.query(x)), self._split(self.value(x))
         k = q if self.key is None else self._split(self.key(x))

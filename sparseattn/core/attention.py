@@ -346,6 +346,27 @@ def checked_coords(coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | N
     return coords
 
 # %% ../../nbs/core/00_attention.ipynb #1b246d52
+class _SquaredDistances(torch.autograd.Function):
+    "Of all pairs, without a cancellation; torch's own distances have no second derivative."
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k):
+        return torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k = ctx.saved_tensors
+        centre = k.mean(-2, keepdim=True).detach()       # sums of products of near points keep their digits
+        q, k = q - centre, k - centre
+        return 2 * (grad.sum(-1)[..., None] * q - grad @ k), 2 * (grad.sum(-2)[..., None] * k - grad.mT @ q)
+
+
 def attention_logits(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], *, kernel: str = "softmax",
                      scale: float | None = None) -> Float[Tensor, "b h n m"]:
     """Logarithms of the attention weights before normalisation.
@@ -368,8 +389,7 @@ def attention_logits(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], *
     if kernel == "softmax":
         return q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if kernel == "gaussian":
-        distance = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
-        return distance.square() * (-0.5 if scale is None else -0.5 * scale)
+        return _SquaredDistances.apply(q, k) * (-0.5 if scale is None else -0.5 * scale)
     raise ValueError(f"kernel is {kernel!r}; it must be 'softmax' or 'gaussian'")
 
 # %% ../../nbs/core/00_attention.ipynb #8a5f99a6
@@ -592,7 +612,8 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
         q, k, v = q.float(), k.float(), v.float()
     if whole:
         check_qkv(q, k, v)
-        return _on_all_pairs(q, k, v, edges, presence, rule, candidates, absence, scale, impl).to(dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            return _on_all_pairs(q, k, v, edges, presence, rule, candidates, absence, scale, impl).to(dtype)
     rows = [x.flatten(0, 2) for x in (q, k, v)]
     if compiling and not transformed(q, k, v):
         out = _operator(*rows, presence, absence, edges, candidates, n, m, scale, rule)[0]
@@ -734,9 +755,11 @@ def pattern_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], 
             check_form(name, x)
             if x.shape != (*q.shape[:3], k.shape[2]):
                 raise ValueError(f"{name} must have shape {(*q.shape[:3], k.shape[2])}, got {tuple(x.shape)}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    inputs = q, k, v, presence, absence, pattern, candidates, scale, rule
-    return _by_form(_PatternAttention.apply, _composed_pattern, *inputs)
+    scale, dtype = q.shape[-1] ** -0.5 if scale is None else scale, q.dtype
+    q, k, v = (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        inputs = q, k, v, presence, absence, pattern, candidates, scale, rule
+        return _by_form(_PatternAttention.apply, _composed_pattern, *inputs).to(dtype)
 
 # %% ../../nbs/core/00_attention.ipynb #754124ef
 def _composed_pattern(q, k, v, presence, absence, pattern, candidates, scale, rule):
@@ -1103,10 +1126,15 @@ def merge_attention(outputs: Float[Tensor, "p ... n e"],
     Returns:
         Attention over the union of the parts; 0 where no part has keys.
 
+    Raises:
+        ValueError: shapes that do not fit.
+
     Example:
         >>> merge_attention(torch.ones(2, 5, 3), torch.zeros(2, 5)).shape
         torch.Size([5, 3])
     """
+    if outputs.shape[:-1] != log_weights.shape:
+        raise ValueError(f"log_weights must have shape {tuple(outputs.shape[:-1])}, got {tuple(log_weights.shape)}")
     weights = masked_softmax(log_weights.movedim(0, -1), log_weights.movedim(0, -1) > -math.inf).movedim(-1, 0)
     return (weights[..., None] * outputs).sum(0)
 

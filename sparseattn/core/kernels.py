@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .attention import check_form, sees_values
+
 # %% ../../nbs/core/02_kernels.ipynb #4800f9da
 def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c"],
                        omega: Float[Tensor, "h c"]) -> Float[Tensor, "b h n d+c"]:
@@ -26,10 +28,19 @@ def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c
     Returns:
         `x` with one more channel a coordinate.
 
+    Raises:
+        TypeError, ValueError: no floating point, shapes that do not fit, a negative decay.
+
     Example:
         >>> append_coordinates(torch.zeros(1, 2, 5, 3), torch.zeros(1, 5, 2), torch.ones(2, 2)).shape
         torch.Size([1, 2, 5, 5])
     """
+    check_form("x", x)
+    if x.dim() != 4 or coords.shape[:2] != (len(x), x.shape[2]) or omega.shape != (x.shape[1], coords.shape[-1]):
+        raise ValueError(f"x (b, h, n, d), coords (b, n, c) and omega (h, c) must fit, "
+                         f"got {tuple(x.shape)}, {tuple(coords.shape)}, {tuple(omega.shape)}")
+    if sees_values(omega) and (omega < 0).any():
+        raise ValueError("omega must not be negative")
     scaled = coords[:, None] * (2 * omega).sqrt()[None, :, None, :]
     return torch.cat([x, scaled.to(x.dtype)], -1)
 

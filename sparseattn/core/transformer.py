@@ -8,6 +8,7 @@ __all__ = ['register_attention', 'attention_names', 'make_attention', 'takes_opt
 
 # %% ../../nbs/core/05_transformer.ipynb #4c4735f8
 import inspect
+import numbers
 from collections.abc import Callable
 
 import torch
@@ -96,9 +97,9 @@ def head_channels(dim: int, heads: int, head_dim: int | None = None) -> int:
     """
     check_count("dim", dim)
     if head_dim is None:
-        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or dim % heads:
+        if isinstance(heads, bool) or not isinstance(heads, numbers.Integral) or heads < 1 or dim % heads:
             raise ValueError(f"heads must divide dim unless head_dim is given, got heads {heads!r} and dim {dim}")
-        return dim // heads
+        return int(dim // heads)
     check_count("heads", heads)
     check_count("head_dim", head_dim)
     return head_dim

@@ -275,7 +275,7 @@ def main(names: list[str], find: Callable[[str], Study], argv: list[str] | None 
     """
     parser = _parser(names)
     args = parser.parse_args(argv)
-    if args.studies == ["all"]:
+    if "all" in args.studies:
         args.studies = names
     if unknown := [name for name in args.studies if name not in names]:
         parser.error(f"there is no study {unknown[0]!r}; choose of: {', '.join(names)}")
@@ -314,6 +314,8 @@ def _do(chosen: list[Unit], args, parser) -> int:
         if not (named := [unit for unit in chosen if unit.name == args.unit]):
             parser.error(f"there is no unit {args.unit!r}; choose of: {', '.join(u.name for u in chosen)}")
     if args.dry_run:
+        if args.device:
+            run_device(args.scale, args.device)
         _show(chosen)
         return 0
     args.device = str(run_device(args.scale, args.device))

@@ -12,7 +12,7 @@ from pathlib import Path
 # %% ../../nbs/lab/24_report.ipynb #7bba7339
 _STYLE = {
     "figure.dpi": 100, "savefig.dpi": 150, "figure.constrained_layout.use": True,
-    "font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "legend.fontsize": 9, "legend.frameon": False,
+    "font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "legend.fontsize": 9, "legend.frameon": False, "legend.handlelength": 3,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6",
     "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.8, "lines.markersize": 4,
     "image.cmap": "viridis",

@@ -47,7 +47,7 @@ def repo_root(start: str | Path | None = None) -> Path:
         if (folder / "settings.ini").exists():
             return folder
     raise FileNotFoundError("no settings.ini above the working folder: "
-                            "run the notebook inside a clone of the repository")
+                            "run this inside a clone of the repository")
 
 # %% ../../nbs/lab/20_run.ipynb #2883b4f2
 def pick(scale: str, **settings):

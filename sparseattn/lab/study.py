@@ -477,10 +477,7 @@ def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, r
         >>> train(units(study, "cpu")[0])    # doctest: +SKIP
     """
     with _lock(unit):
-        if retrain:
-            for old in (unit.record, unit.folder / "checkpoint.pt"):
-                old.unlink(missing_ok=True)
-        if (record := current(unit)) is not None:
+        if not retrain and (record := current(unit)) is not None:
             return record
         if why := unit.study.missing(unit.setting()):
             raise ValueError(f"{unit.name}: {why}")
@@ -488,6 +485,8 @@ def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, r
         seen = digest({name: part for name, part in data.items() if name[0] != "_"})
         if not retrain:
             _same_data(unit, seen, data["sources"])
+        for old in (unit.record, unit.folder / "checkpoint.pt") if retrain else ():      # only now that the data are there
+            old.unlink(missing_ok=True)
         if unit.kind == "floor":
             began = time.process_time()
             told = _outcomes(unit.study, unit.study.floor(unit.row, unit.setting(), data, unit.seed))

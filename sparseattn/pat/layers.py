@@ -313,7 +313,19 @@ class GroupShuffleAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points change nothing and return 0."""
+        """Attention in groups of channels, the input added, normalised: residual and norm are in here; nothing is drawn.
+
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
+        """
         found = self.attention(x, coords, mask, return_info)
         out, info = found if return_info else (found, None)
         out = self.norm(hide_masked(x, mask) + out, mask)

@@ -348,7 +348,7 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
     Args:
         q, k, v: queries, keys, values.
         order: the points in the order of the visit, (n,), (b, n) or (b, h, n).
-        window: points of a window, at least 2, the one shared with the next window included; from `n` points on, dense.
+        window: points of a window, at least 2, the one shared with the next window included; from `n + 1` points on, dense.
         scale: factor of the scores; None takes d ** -0.5.
         mask: True for real points; padding is left out of the order, and its output is 0.
         impl: "fast", or "reference", which writes the pattern as a matrix.
@@ -387,7 +387,7 @@ def _windows_as_matrix(order, window, mask, q):
 # %% ../../nbs/sampled/51_attention.ipynb #51winfn3
 def _window_attention(q, k, v, order, window, scale, mask):
     "`order` (r, s, n)."
-    order, keys, counts = _windows(order, window, mask)
+    order, keys, counts = _windows(order, min(window, order.shape[-1] + 1), mask)
     (batch, heads, n, _), (parts, size) = q.shape, keys.shape[2:]
     queries = F.pad(order, (0, parts * (size - 1) - n))  # the last window may be short of queries
     blocks = [_rows(_clear(x, mask), index.flatten(2)).view(batch * heads, parts, -1, x.shape[3])

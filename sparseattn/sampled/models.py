@@ -105,11 +105,14 @@ class ShapeClassifier(nn.Module):
         self.head = nn.Linear(dim, classes)
 
     def forward(self, points: Float[Tensor, "b n 3"], features: Float[Tensor, "b n f"] | None = None,
-                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Logits `(b, classes)`; with `return_info` also a list of the layer's `AttentionInfo`."""
+                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False, **draw):
+        """Logits `(b, classes)`; with `return_info` also a list of the layer's `AttentionInfo`.
+
+        `draw`: passed to the attention, e.g. `generator` or `order`.
+        """
         x, infos = self.embedding(points, features, mask), []
         if self.layer is not None:
-            found = self.layer(x, hide_masked(points, mask), mask, return_info)
+            found = self.layer(x, hide_masked(points, mask), mask, return_info, **draw)
             x = found[0] if return_info else found
             infos += [found[1]] if return_info else []
         logits = self.head(_pooled(x, mask))
@@ -223,14 +226,14 @@ class Level(nn.Module):
                                     for _ in range(blocks))
 
     def forward(self, x: Float[Tensor, "b n c"], points: Float[Tensor, "b n 3"],
-                mask: Bool[Tensor, "b n"] | None = None):
-        """Features, coordinates and mask of the points kept."""
+                mask: Bool[Tensor, "b n"] | None = None, **draw):
+        """Features, coordinates and mask of the points kept; `draw`: passed to every attention."""
         index, kept = key_points(points, self.stride, mask=mask)
         centres = gather_points(points, index)
         near = _neighbours(points, min(self.neighbours, points.shape[1]), centres, mask)
         x = _collected(self.collect, x, points, centres, near, kept) + self.embedding(centres, None, kept)
         for layer in self.layers:
-            x = hide_masked(layer(x, centres, kept), kept)
+            x = hide_masked(layer(x, centres, kept, **draw), kept)
         return x, centres, kept
 
 # %% ../../nbs/sampled/52_models.ipynb #f8797835
@@ -271,11 +274,11 @@ class HierarchicalClassifier(nn.Module):
         self.norm, self.head = nn.LayerNorm(dims[levels - 1]), nn.Linear(dims[levels - 1], classes)
 
     def forward(self, points: Float[Tensor, "b n 3"], features: Float[Tensor, "b n f"] | None = None,
-                mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b c"]:
-        """Logits `(b, classes)`."""
+                mask: Bool[Tensor, "b n"] | None = None, **draw) -> Float[Tensor, "b c"]:
+        """Logits `(b, classes)`; `draw`: passed to every attention, e.g. `generator`; one source goes from layer to layer."""
         x, points = self.embedding(points, features, mask), hide_masked(points, mask)
         for level in self.levels:
-            x, points, mask = level(x, points, mask)
+            x, points, mask = level(x, points, mask, **draw)
         return self.head(_pooled(self.norm(x), mask))
 
 # %% ../../nbs/sampled/52_models.ipynb #92eb525e

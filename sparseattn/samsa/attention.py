@@ -448,7 +448,8 @@ class SAMSAAttention(_Parts):
         tau: temperature; the paper gives none.
         supports: learned rows of a head; None takes `2 * samples`, with which any number of tokens will do.
         inference: how rows are chosen in evaluation. "top-k": those of the highest scores; "mixed": a layer that is not
-            hard mixes too, without noise; "noise": as in training.
+            hard mixes too, without noise; "noise": as in training. Without noise other
+            rows may be read than training read, more supports above all; compare both.
         as_released: inference "noise", and the gradient by the scores capped; "fast" only.
         impl: "fast", or "reference", which selects by matrices.
 

@@ -69,9 +69,9 @@ class SAMSALayer(nn.Module):
         self.update = nn.Sequential(nn.Dropout(dropout), DropPath(drop_path))
 
     def forward(self, x: Float[Tensor, "b n c"], alpha: Float[Tensor, ""], mask: Bool[Tensor, "b n"] | None = None,
-                return_info: bool = False):
-        """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports."""
-        found = self.attention(self.norm1(x), None, mask, return_info)
+                return_info: bool = False, **draw):
+        """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports; `draw`: passed to it."""
+        found = self.attention(self.norm1(x), None, mask, return_info, **draw)
         out, info = found if return_info else (found, None)
         x = x + alpha * self.update(out)
         x = hide_masked(x + alpha * self.update(self.feed(self.norm2(x))), mask)
@@ -108,11 +108,14 @@ class SAMSAEncoder(nn.Module):
             SAMSALayer(make_attention(attention, dim, heads, **options), dim, hidden or 4 * dim, dropout, drop_path)
             for _ in range(depth))
 
-    def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Tokens `(b, n, c)`, 0 where masked; with `return_info` also a list of what each attention reports."""
+    def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False, **draw):
+        """Tokens `(b, n, c)`, 0 where masked; with `return_info` also a list of what each attention reports.
+
+        `draw`: passed to every attention, e.g. `generator`; one source goes from layer to layer.
+        """
         x, infos = checked_cloud(x, None, mask, self.dim)[0], []
         for layer in self.layers:
-            found = layer(x, self.alpha, mask, return_info)
+            found = layer(x, self.alpha, mask, return_info, **draw)
             x, info = found if return_info else (found, None)
             infos.append(info)
         return (x, infos) if return_info else x
@@ -203,12 +206,12 @@ class SequenceNetwork(nn.Module):
         self.answer = _answer(4 * dim if pairs else dim, outputs)
 
     def forward(self, tokens: Int[Tensor, "b *pair n"], mask: Bool[Tensor, "b *pair n"] | None = None,
-                return_info: bool = False):
-        """Outputs `(b, outputs)`; with `return_info` also a list of every layer's `AttentionInfo`."""
+                return_info: bool = False, **draw):
+        """Outputs `(b, outputs)`; with `return_info` also a list of every layer's `AttentionInfo`; `draw`: see `SAMSAEncoder`."""
         tokens, mask = _checked_tokens(tokens, mask, self.vocabulary, self.pairs)
         x = self.tokens(tokens)
         x = x + sinusoids(*x.shape[1:], device=x.device).to(x.dtype)
-        x, infos = self.encoder(x, mask, return_info=True)
+        x, infos = self.encoder(x, mask, return_info=True, **draw)
         x = _pooled(x, mask, self.pool)
         if self.pairs:
             u, v = x.unflatten(0, (-1, 2)).unbind(1)
@@ -267,13 +270,13 @@ class PointNetwork(nn.Module):
         self.category = nn.Embedding(categories, dim) if categories else None
         self.encoder, self.answer = _encoder(sizes, attention, attention_options), _answer(dim, outputs)
 
-    def forward(self, points, features=None, mask=None, category=None, return_info: bool = False):
-        """Outputs `(b, outputs)` or `(b, n, outputs)`, 0 where masked; `category` is int64 `(b,)`."""
+    def forward(self, points, features=None, mask=None, category=None, return_info: bool = False, **draw):
+        """Outputs `(b, outputs)` or `(b, n, outputs)`, 0 where masked; `category` is int64 `(b,)`; `draw`: see `SAMSAEncoder`."""
         x = self.embed(_checked_points(points, features, mask, self.features))
         if (category is None) != (self.category is None):
             raise ValueError(f"category must be {'None' if self.category is None else 'int64 (b,)'}, got {category!r}")
         x = x if category is None else x + self.category(category)[:, None]
-        x, infos = self.encoder(x, mask, return_info=True)
+        x, infos = self.encoder(x, mask, return_info=True, **draw)
         out = hide_masked(self.answer(x), mask) if self.per_point else self.answer(_pooled(x, mask, self.pool))
         return (out, infos) if return_info else out
 

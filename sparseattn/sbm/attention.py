@@ -154,13 +154,13 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
     if exploration:
         y, s, z = explore(y, s, z, exploration, mask)
     real = q.new_ones(batch, n, dtype=torch.bool) if mask is None else mask
+    options = dict(window=window, gradient=gradient)
     with torch.autocast(q.device.type, enabled=False):      # probabilities keep their digits
         model = y @ s, z, sampler, real, generator
-    options = dict(window=window, gradient=gradient)
-    if edges is None and (impl == "reference" or not _few(*model[:2], real)):
-        out, count, kept = _on_matrix(q, k, v, *model, **options)
-    else:
-        out, count, kept = _on_list(q, k, v, *model, edges, candidates, impl=impl, **options)
+        if edges is None and (impl == "reference" or not _few(*model[:2], real)):
+            out, count, kept = _on_matrix(q, k, v, *model, **options)
+        else:
+            out, count, kept = _on_list(q, k, v, *model, edges, candidates, impl=impl, **options)
     out = out.to(dtype)
     return (out, _info(count, kept, real, q, v, y)) if return_info else out
 

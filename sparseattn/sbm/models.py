@@ -59,13 +59,13 @@ class Body(nn.Module):
                                head_dim=head_dim, **options)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None):
-        """Vectors `(b, n, dim)`, 0 where masked, and a list of every layer's `AttentionInfo`."""
+    def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None, **draw):
+        """Vectors `(b, n, dim)`, 0 where masked, and a list of every layer's `AttentionInfo`; `draw`: see `Encoder`."""
         tokens = _checked_tokens(tokens, mask, self.vocabulary, self.max_length)
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
-        x, infos = self.encoder(self.dropout(x), mask=mask, return_info=True)
+        x, infos = self.encoder(self.dropout(x), mask=mask, return_info=True, **draw)
         return hide_masked(self.norm(x), mask), infos
 
 # %% ../../nbs/sbm/42_models.ipynb #bbf7e7d4
@@ -111,16 +111,16 @@ class SequenceClassifier(nn.Module):
         self.head = nn.Sequential(nn.Linear(4 * dim if pairs else dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, classes))
 
     def forward(self, tokens: Int[Tensor, "b *pair n"], mask: Bool[Tensor, "b *pair n"] | None = None,
-                return_info: bool = False):
+                return_info: bool = False, **draw):
         """Logits `(b, classes)`; with `return_info` also a list of every layer's `AttentionInfo`.
 
-        With `pairs`, tokens and mask are `(b, 2, n)`.
+        With `pairs`, tokens and mask are `(b, 2, n)`. `draw`: passed to every attention, e.g. `generator`, see `Encoder`.
         """
         if self.pairs:
             if tokens.dim() != 3 or tokens.shape[1] != 2:
                 raise ValueError(f"tokens must have shape (batch, 2, n), got {tuple(tokens.shape)}")
             tokens, mask = tokens.flatten(0, 1), mask if mask is None else mask.flatten(0, 1)
-        x, infos = self.body(tokens, mask)
+        x, infos = self.body(tokens, mask, **draw)
         x = x[:, 0] if self.pool == "first" else _mean(x, mask)
         if self.pairs:
             u, v = x.unflatten(0, (-1, 2)).unbind(1)
@@ -158,9 +158,13 @@ class TokenClassifier(nn.Module):
                          dropout=dropout, **options)
         self.head = nn.Linear(dim, classes)
 
-    def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Logits `(b, n, classes)`, 0 where masked; with `return_info` also every layer's `AttentionInfo`."""
-        x, infos = self.body(tokens, mask)
+    def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
+                **draw):
+        """Logits `(b, n, classes)`, 0 where masked; with `return_info` also every layer's `AttentionInfo`.
+
+        `draw`: passed to every attention, e.g. `generator`, see `Encoder`.
+        """
+        x, infos = self.body(tokens, mask, **draw)
         logits = hide_masked(self.head(x), mask)
         return (logits, infos) if return_info else logits
 
@@ -187,9 +191,9 @@ class MaskedLanguageModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
-                where: Bool[Tensor, "b n"] | None = None):
-        """Logits `(b, n, vocabulary)`, or `(number of True, vocabulary)` of the places `where`."""
-        x, infos = self.body(tokens, mask)
+                where: Bool[Tensor, "b n"] | None = None, **draw):
+        """Logits `(b, n, vocabulary)`, or `(number of True, vocabulary)` of the places `where`; `draw`: see `Encoder`."""
+        x, infos = self.body(tokens, mask, **draw)
         if where is not None:
             check_mask(where, *tokens.shape)
             x = x[where]

@@ -162,9 +162,10 @@ def network(row, setting, data):
     """The network of a row."""
     options = {k: v for k, v in ROWS[row].items() if k not in ("floor", "seeds")}
     points = setting["few" if options.pop("few", False) else "many"]
+    released = dict(features=1) | ({} if setting["dropout"] else dict(dropout=0.0))
     model = {"PAT": lambda: _pat(setting, points, **options),
-             "PointNet": lambda: PointNet(len(CLASSES), features=1, transforms=False),
-             "PointNet++": lambda: PointNet2(len(CLASSES), features=1, levels=setting["levels"]),
+             "PointNet": lambda: PointNet(len(CLASSES), transforms=False, **released),
+             "PointNet++": lambda: PointNet2(len(CLASSES), levels=setting["levels"], **released),
              }[options.pop("network", "PAT")]()
     return Answers(model, points)
 

@@ -141,10 +141,11 @@ def network(row, setting, data):
     points = setting["few" if options.pop("few", False) else "points"]
     name, averaged, classes = options.pop("network", "PAT"), options.pop("averaged", False), len(data["_classes"])
     edges = {} if setting["edges"] is None else dict(k=setting["neighbours"], edges=setting["edges"])
+    released = {} if setting["dropout"] else dict(dropout=0.0)
     model = {"PAT": lambda: _pat(setting, classes, **options),
-             "PointNet": lambda: PointNet(classes, transforms=setting["alignments"]),
-             "PointNet++": lambda: PointNet2(classes, levels=setting["levels"]),
-             "DGCNN": lambda: DGCNN(classes, **edges)}[name]()
+             "PointNet": lambda: PointNet(classes, transforms=setting["alignments"], **released),
+             "PointNet++": lambda: PointNet2(classes, levels=setting["levels"], **released),
+             "DGCNN": lambda: DGCNN(classes, **edges, **released)}[name]()
     return Answers(model, points, averaged)
 
 # %% ../../nbs/pat/62_shapes.ipynb #621c90f2

@@ -148,9 +148,10 @@ def network(row, setting, data):
     """The network of a row."""
     options = {k: v for k, v in ROWS[row].items() if k not in ("floor", "seeds")}
     edges = {} if setting["edges"] is None else dict(zip(("k", "edges"), setting["edges"], strict=True))
+    released = dict(features=3) | ({} if setting["dropout"] else dict(dropout=0.0))
     return {"PAT": lambda: _pat(setting, **options),
-            "PointNet": lambda: PointNet(13, task="scene", features=3),
-            "DGCNN": lambda: DGCNN(13, task="scene", features=3, **edges)}[options.pop("network", "PAT")]()
+            "PointNet": lambda: PointNet(13, task="scene", **released),
+            "DGCNN": lambda: DGCNN(13, task="scene", **released, **edges)}[options.pop("network", "PAT")]()
 
 # %% ../../nbs/pat/63_scenes.ipynb #63090011
 def drawn(row, model, setting, data):

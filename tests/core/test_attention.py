@@ -349,3 +349,14 @@ def test_no_values_no_look():
         assert dense_attention(fake, fake, fake).shape == x.shape
     assert torch.func.grad(lambda q: dense_attention(q, q, q).sum())(x).isnan().any()
     assert torch.compile(dense_attention, fullgraph=True, backend="eager")(x, x, x).isnan().all()
+
+
+def test_parts_that_do_not_fit_are_not_merged():
+    with pytest.raises(ValueError, match="log_weights must have shape"):
+        merge_attention(torch.rand(1, 1, 3, 2), torch.rand(2, 1, 3))
+
+
+def test_squared_distances_have_a_second_derivative():
+    q, k = (torch.randn(1, 1, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5))
+    logits = lambda q, k: attention_logits(q, k, kernel="gaussian")  # noqa: E731
+    assert torch.autograd.gradcheck(logits, (q, k)) and torch.autograd.gradgradcheck(logits, (q, k))

@@ -58,3 +58,13 @@ def test_gradients_of_softmax_as_gaussian_equal_those_of_softmax():
     theirs = dense_attention(q, k, v, scale=1.0).square().sum()
     for a, b in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_coordinates_that_do_not_fit_are_refused():
+    x, coords = torch.zeros(1, 2, 5, 3), torch.zeros(1, 5, 1)
+    with pytest.raises(ValueError, match="must fit"):
+        append_coordinates(x, coords, torch.ones(2, 2))
+    with pytest.raises(TypeError, match="floating-point"):
+        append_coordinates(x.long(), coords, torch.ones(2, 1))
+    with pytest.raises(ValueError, match="negative"):
+        append_coordinates(x, coords, -torch.ones(2, 1))

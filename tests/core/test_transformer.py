@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from sparseattn.core.transformer import (
     DenseAttention,
     Encoder,
     Layer,
+    head_channels,
     attention_names,
     make_attention,
     register_attention,
@@ -239,3 +241,7 @@ def test_a_cloud_without_points_harms_nothing():
     module = DenseAttention(8, 2).double()
     assert all(g.isfinite().all() for g in gradients(module, x, None, mask))
     assert not module(x, None, mask)[1].any()
+
+
+def test_counts_may_be_numpy_s():
+    assert head_channels(np.int64(16), np.int32(4)) == 4

@@ -120,6 +120,14 @@ def test_a_record_is_used_and_not_made_again(tmp_path):
     assert S.without_clocks(made_again) == S.without_clocks(first)
 
 
+def test_a_record_is_kept_where_there_are_no_data_to_retrain_on(tmp_path):
+    first = S.train(chosen := unit(tmp_path, "majority-0"))
+    poor = dataclasses.replace(chosen, study=dataclasses.replace(TOY, missing=lambda setting: "no files"))
+    with pytest.raises(ValueError, match="no files"):
+        S.train(poor, retrain=True)
+    assert S.current(chosen) == first
+
+
 def test_other_settings_void_a_record_and_another_row_does_not(tmp_path):
     S.train(unit(tmp_path, "majority-0"))
     def at(study):

@@ -351,3 +351,10 @@ def test_derivatives_of_any_order(kernels, masked, window, monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-11)
     transformed = torch.func.grad(lambda k: attend(q, k, v, order, mask=mask).sin().sum())(k)
     torch.testing.assert_close(transformed, found[0][1], rtol=1e-10, atol=1e-11)
+
+
+def test_a_window_is_bounded_by_its_points():
+    x, order = torch.randn(1, 2, 10, 4), torch.randperm(10)
+    dense = window_attention(x, x, x, order, 11)
+    assert torch.equal(window_attention(x, x, x, order, 10**9), dense)
+    assert torch.allclose(dense, dense_attention(x, x, x), atol=1e-5)
