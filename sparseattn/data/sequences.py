@@ -423,7 +423,7 @@ def listops_root(tokens: Sequence[int] | np.ndarray) -> tuple[int, int]:
     opens = (tokens >= _FIRST_OPERATOR) & (tokens < _CLOSE)
     depth = np.cumsum(opens) - np.cumsum(tokens == _CLOSE)
     own = tokens[(depth == 1) & (tokens > 0) & (tokens < _FIRST_OPERATOR)]
-    return int(tokens[0]), listops_solve([tokens[0], *own, _CLOSE]) if len(own) else -1
+    return int(tokens[0]), listops_solve([*map(int, (tokens[0], *own)), _CLOSE]) if len(own) else -1
 
 # %% ../../nbs/data/16_sequences.ipynb #61dcafa8
 def _listops_chunk(part: str, chunk: int, seed: int, **options) -> dict[str, np.ndarray]:
