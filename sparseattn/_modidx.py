@@ -319,6 +319,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'sparseattn/baselines/messages.py'),
                                                'sparseattn.baselines.messages._squared_distances': ( 'baselines/messages.html#_squared_distances',
                                                                                                      'sparseattn/baselines/messages.py'),
+                                               'sparseattn.baselines.messages._weighted_sum': ( 'baselines/messages.html#_weighted_sum',
+                                                                                                'sparseattn/baselines/messages.py'),
                                                'sparseattn.baselines.messages.near_others': ( 'baselines/messages.html#near_others',
                                                                                               'sparseattn/baselines/messages.py')},
             'sparseattn.baselines.sets': { 'sparseattn.baselines.sets.ISAB': ('baselines/sets.html#isab', 'sparseattn/baselines/sets.py'),

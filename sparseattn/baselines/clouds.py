@@ -411,11 +411,11 @@ def _scatterbrain_fast(q, k, v, order_q, order_k, features, size, mask):
     (slot_q, place), (slot_k, place_k) = (_slots(order, size, mask) for order in (order_q, order_k))
     v, (at_q, at_k, level) = nn.functional.pad(v, (0, 1), value=1), _feature_factors(q, k, features, mask)
     there = (slot_k < order_k.shape[-1])[..., None, :]
-    times = _meetings(slot_q, slot_k, place, place_k)
+    share = _meetings(slot_q, slot_k, place, place_k).to(q.dtype).reciprocal()
     scores = (_clustered(q, slot_q) @ _clustered(k, slot_k).mT).masked_fill(~there, -math.inf)
     top = _over_tables(scores.detach().amax(-1, keepdim=True), place).amax(2).maximum(level)
-    exact = (scores - _clustered(top, slot_q)).exp() / times
-    rank = _clustered(at_q * (level - top).exp(), slot_q) @ _clustered(at_k, slot_k).mT / times
+    exact = (scores - _clustered(top, slot_q)).exp() * share
+    rank = _clustered(at_q * (level - top).exp(), slot_q) @ _clustered(at_k, slot_k).mT * share
     values = _clustered(v, slot_k)
     out = _over_tables((exact - rank.masked_fill(~there, 0)) @ values, place).sum(2)
     out = out + (level - top).exp() * (at_q @ (at_k.mT @ v))
@@ -430,7 +430,7 @@ def _meetings(slot_q, slot_k, place_q, place_k):
     start = clusters * size * torch.arange(tables, device=slot_q.device)[:, None]
     in_q, in_k = (nn.functional.pad((place - start) // size, (0, 1), value=-1).mT for place in (place_q, place_k))
     at_q, at_k = _rows(in_q, slot_q), _rows(in_k, slot_k)
-    return sum((at_q[..., :, None, t] == at_k[..., None, :, t]).to(torch.int64) for t in range(tables)).clamp(min=1)
+    return sum((at_q[..., :, None, t] == at_k[..., None, :, t]).to(torch.int16) for t in range(tables)).clamp(min=1)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #7a72fa36
 @register_attention("scatterbrain")

@@ -7,6 +7,7 @@ __all__ = ['near_others', 'GCNLayer', 'DynamicEdgeLayer', 'GravNetLayer', 'Gated
 
 # %% ../../nbs/baselines/39_messages.ipynb #6b3def7e
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -46,6 +47,15 @@ def _squared_distances(places, index):
     return (gather_points(places, index) - places[:, :, None]).square().sum(-1)
 
 
+def _weighted_sum(weight, x, index):
+    "The sum over the list of weight_ij x_j; the products are never stored."
+    if not index.shape[2]:
+        return torch.zeros_like(x)
+    rows = index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None, None]
+    weight = weight.to(x.dtype).flatten(0, 1)
+    return F.embedding_bag(rows.flatten(0, 1), x.flatten(0, 1), per_sample_weights=weight, mode="sum").view_as(x)
+
+
 def _mean(messages, there):
     "Mean over the list, 0 where nobody is there."
     total = (messages * there[..., None]).sum(2)
@@ -75,7 +85,7 @@ class GCNLayer(nn.Module):
         weight = (-_squared_distances(coords, index) / self.log_width.exp()).exp().to(x.dtype) * there
         norm = (1 + weight.sum(-1, keepdim=True)).rsqrt()
         x = self.linear(x) * norm
-        return ((weight[..., None] * gather_points(x, index)).sum(2) + x) * norm + self.bias
+        return (_weighted_sum(weight, x, index) + x) * norm + self.bias
 
 # %% ../../nbs/baselines/39_messages.ipynb #ea13c041
 class DynamicEdgeLayer(nn.Module):
@@ -166,14 +176,18 @@ class GatedLayer(nn.Module):
                 there: Bool[Tensor, "b n m"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n d"]:
         """New features of every point."""
         n = x.new_full((len(x),), x.shape[1]) if mask is None else mask.sum(1).clamp(min=1).to(x.dtype)
-        whole = (hide_masked(x, mask).sum(1) / n[:, None])[:, None].expand_as(x)
-        count = n.log()[:, None, None].expand(*x.shape[:2], 1)
+        whole, count = (hide_masked(x, mask).sum(1) / n[:, None])[:, None].expand_as(x), n.log()[:, None, None]
         offset = (gather_points(coords, index) - coords[:, :, None]).to(x.dtype)
-        near = (-offset.square().sum(-1, keepdim=True) / self.log_width.exp()).exp()
-        wide = [part[:, :, None].expand(*index.shape, -1) for part in (x, whole, count)]
-        message = torch.cat([gather_points(x, index), *wide[:2], offset, near, wide[2]], -1)
-        heard = _mean(self.gate(message).sigmoid() * message, there)
-        keep = self.keep(torch.cat([heard, x, whole, count], -1)).sigmoid()
+        near = (-offset.square().sum(-1) / self.log_width.exp()).exp()
+        other, own, mean, place, close, size = self.gate.weight[0].split([x.shape[2]] * 3 + [offset.shape[3], 1, 1])
+        at_point = x @ own + whole @ mean + count @ size + self.gate.bias
+        at_edge = gather_points((x @ other)[..., None], index)[..., 0] + offset @ place + near * close
+        gate = (at_point[..., None] + at_edge).sigmoid() * there
+        total = gate.sum(-1, keepdim=True)
+        parts = [_weighted_sum(gate, x, index), total * x, total * whole, (gate[..., None] * offset).sum(2),
+                 (gate * near).sum(-1, keepdim=True), total * count]
+        heard = torch.cat(parts, -1) / there.sum(-1, keepdim=True).clamp(min=1)
+        keep = self.keep(torch.cat([heard, x, whole, count.expand(-1, x.shape[1], -1)], -1)).sigmoid()
         return (keep * self.own(x) + (1 - keep) * self.heard(heard)).relu()
 
 # %% ../../nbs/baselines/39_messages.ipynb #f10ffbbe
@@ -187,7 +201,7 @@ class MessageNetwork(nn.Module):
         features: input channels.
         coord_dims: coordinates of a point; the first two make the graph.
         outputs: channels out.
-        layer: "gcn", "dgcnn", "gravnet" or "gatedgnn".
+        layer: "gcn", "dgcnn", "gravnet" or "gatedgnn"; "gcn" and "gatedgnn" can be differentiated once.
         dim, depth: width and layers; None takes HEPT's width of the layer.
         k: neighbours; None takes 64 for graphs of places, 32 for those of features.
         dropout: probability.
