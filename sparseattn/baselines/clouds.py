@@ -87,6 +87,11 @@ def _over_tables(x, place):
     return _rows(x.flatten(2, 4), place)
 
 
+def _exp(x):
+    "exp of numbers at most 0; below rounding 0, since numbers near the smallest make a processor's products slow."
+    return nn.functional.threshold(x, -40.0, -math.inf).exp()
+
+
 def _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale):
     (slot_q, place), (slot_k, _) = (_slots(order, size, mask) for order in (order_q, order_k))
     q, k, v = _clustered(q, slot_q), _clustered(k, slot_k), _clustered(v, slot_k)
@@ -97,7 +102,7 @@ def _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale):
         return _over_tables(out.view(*slot_q.shape, -1), place)[:, :, 0]
     scores = (q @ k.mT * scale).masked_fill(~there, -math.inf)
     top = scores.detach().amax(-1, keepdim=True).nan_to_num(neginf=0)
-    out = (scores - top).exp() @ nn.functional.pad(v, (0, 1), value=1)
+    out = _exp(scores - top) @ nn.functional.pad(v, (0, 1), value=1)
     out, top = _over_tables(out, place), _over_tables(top, place)
     out = (out * (top - top.amax(2, keepdim=True)).exp()).sum(2)
     return out[..., :-1] / out[..., -1:].masked_fill(out[..., -1:] == 0, 1)
@@ -400,7 +405,7 @@ def _feature_factors(q, k, features, mask):
     largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
     to_q = q @ features.mT - q.square().sum(-1, keepdim=True) / 2 + largest
     level = to_q.detach().amax(-1, keepdim=True)
-    return (to_q - level).exp() / features.shape[1], (to_k - largest).exp(), level
+    return _exp(to_q - level) / features.shape[1], _exp(to_k - largest), level
 
 
 def _masked_low(x, mask):
@@ -414,7 +419,7 @@ def _scatterbrain_fast(q, k, v, order_q, order_k, features, size, mask):
     share = _meetings(slot_q, slot_k, place, place_k).to(q.dtype).reciprocal()
     scores = (_clustered(q, slot_q) @ _clustered(k, slot_k).mT).masked_fill(~there, -math.inf)
     top = _over_tables(scores.detach().amax(-1, keepdim=True), place).amax(2).maximum(level)
-    exact = (scores - _clustered(top, slot_q)).exp() * share
+    exact = _exp(scores - _clustered(top, slot_q)) * share
     rank = _clustered(at_q * (level - top).exp(), slot_q) @ _clustered(at_k, slot_k).mT * share
     values = _clustered(v, slot_k)
     out = _over_tables((exact - rank.masked_fill(~there, 0)) @ values, place).sum(2)
@@ -578,8 +583,8 @@ def gaussian_performer(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"],
     to_k = _masked_low(k @ features.mT - k.square().sum(-1, keepdim=True), mask)
     largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
     to_q = q @ features.mT + largest
-    sums = (to_k - largest).exp().mT @ nn.functional.pad(v, (0, 1), value=1)
-    out = (to_q - to_q.detach().amax(-1, keepdim=True)).exp() @ sums
+    sums = _exp(to_k - largest).mT @ nn.functional.pad(v, (0, 1), value=1)
+    out = _exp(to_q - to_q.detach().amax(-1, keepdim=True)) @ sums
     total = out[..., -1:]
     return _hide(out[..., :-1] / total.masked_fill(total == 0, 1), mask).to(dtype)
 

@@ -138,18 +138,19 @@ def performer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
     if features.shape[0] not in (1, q.shape[1]) or features.shape[2] != q.shape[3]:
         raise ValueError(f"features must have shape ({q.shape[1]} or 1 heads, any, {q.shape[3]} channels), "
                          f"got {tuple(features.shape)}")
-    to_k = _exponents(k, features.to(k))
-    to_k = to_k if mask is None else to_k.masked_fill(~mask[:, None, :, None], -math.inf)
+    to_k = _exponents(k, features)
+    to_k = to_k if mask is None else to_k.masked_fill_(~mask[:, None, :, None], -math.inf)
     largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
-    sums = (to_k - largest).exp_().transpose(-1, -2) @ _with_ones(v)
-    del to_k  # half of the memory
-    to_q = _exponents(q, features.to(q)).add(largest)
-    return _finished(_over_total((to_q - to_q.detach().amax(-1, keepdim=True)).exp_() @ sums), mask, dtype)
+    sums = to_k.sub_(largest).exp_().transpose(-1, -2) @ _with_ones(v)
+    to_q = _exponents(q, features).add_(largest)
+    return _finished(_over_total(to_q.sub_(to_q.detach().amax(-1, keepdim=True)).exp_() @ sums), mask, dtype)
 
 
 def _exponents(x, features):
-    x = x * x.shape[-1] ** -0.25
-    return x @ features.transpose(-1, -2) - x.square().sum(-1, keepdim=True) / 2
+    "w.x - |x|^2 / 2 of every point and feature w; nothing else as large is made."
+    w = features.to(x).expand(*x.shape[:2], -1, -1).flatten(0, 1)
+    flat = (x * x.shape[-1] ** -0.25).flatten(0, 1)
+    return torch.baddbmm(flat.square().sum(-1, keepdim=True) / -2, flat, w.mT).unflatten(0, x.shape[:2])
 
 # %% ../../nbs/baselines/26_transformers.ipynb #90d65609
 def linformer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"], *,
@@ -400,36 +401,47 @@ def _reformer(qk, v, rotations, chunk, buckets, across_buckets, mask, impl):
         pattern = lsh_pattern(q, rotations=rotations, chunk=chunk, buckets=buckets, across_buckets=across_buckets,
                               mask=mask)
         return _finished(dense_attention(q, k, v, pattern=pattern), mask, dtype), int(pattern.sum())
-    out, log_weight, seen = _rounds(q, k, v, *_hashed(q, rotations, chunk, buckets, across_buckets, mask), chunk, mask)
+    label, place, order = _hashed(q, rotations, chunk, buckets, across_buckets, mask)
+    label = label if mask is None else label.masked_fill(~mask[:, None, None, :], -1)
+    code = _codes(label, place // chunk, 2 * rotations.shape[-1])
+    out, log_weight, seen = _rounds(q, k, v, code, place, order, chunk)
     return _finished(merge_attention(out.movedim(2, 0), log_weight.movedim(2, 0)), mask, dtype), seen
 
 # %% ../../nbs/baselines/26_transformers.ipynb #eab15839
-def _rounds(q, k, v, label, place, order, chunk, mask):
+def _rounds(q, k, v, code, place, order, chunk):
     "Attention of every round, (b, h, r, n, e), the logarithm of its total weight, and the number of weights."
-    label = label if mask is None else label.masked_fill(~mask[:, None, None, :], -1)
     n, rounds = order.shape[-1], order.shape[2]
     slot = nn.functional.pad(order, (0, -n % chunk), value=n).unflatten(-1, (-1, chunk))
     q, k, v = (_take(nn.functional.pad(x, (0, 0, 0, 1)), slot) for x in (q, k, v))
-    label, chunk_of = label.int(), (place // chunk).int()
-    own = _sees(label, chunk_of, slot)
-    times = own.to(q.dtype)
-    for s in range(1, rounds):  # what the other rounds see of the same pairs
-        times += _sees(label.roll(-s, 2), chunk_of.roll(-s, 2), slot)
-    scores = q @ _with_previous(k).transpose(-1, -2) * q.shape[-1] ** -0.5
-    same = slot[..., :, None] == _with_previous(slot, -1)[..., None, :]
-    scores = scores.masked_fill(same, -1e5) - times.clamp_(min=1).log_()
-    out, log_weight = _softmax_means(scores.masked_fill(~own, -math.inf), _with_previous(v))
+    bias, seen = _bias(code, slot, q.dtype)
+    scores = (q * q.shape[-1] ** -0.5 @ _with_previous(k).transpose(-1, -2)).add_(bias)
+    out, log_weight = _softmax_means(scores, _with_previous(v))
     back = place + torch.arange(rounds, device=q.device)[:, None] * slot[0, 0, 0].numel()
     out, log_weight = (_take(x.flatten(2, 4), back) for x in (out, log_weight))
-    return out, log_weight[..., 0], own.sum()
+    return out, log_weight[..., 0], seen
 
 
-def _sees(label, chunk_of, slot):
-    "Whether the point in a slot sees those of its chunk and of the previous one, by the given labels and chunks."
-    flat = slot.flatten(-2)
-    at, chunk_at = (nn.functional.pad(x, (0, 1), value=-1).gather(-1, flat).view(slot.shape) for x in (label, chunk_of))
-    keys, ahead = _with_previous(at, -1), chunk_at[..., :, None] - _with_previous(chunk_at, -9)[..., None, :]
-    return (at[..., :, None] == keys[..., None, :]) & (keys >= 0)[..., None, :] & (ahead >= 0) & (ahead <= 1)
+def _codes(label, chunk, labels):
+    "One number for label and chunk: a pair agrees, the key's chunk being the same or the one before, if it is 0 or 1 less."
+    chunks = label.shape[-1] + 1
+    code = (label * (chunks + 1) + chunk).masked_fill(label < 0, -2)
+    return code.int() if (labels + 1) * (chunks + 1) < 2**31 else code
+
+
+def _bias(code, slot, dtype):
+    "Of every slot and those of its chunk and the previous one: -log(rounds that see the pair), the slot itself -1e5."
+    own = times = _sees(code, slot)
+    for s in range(1, code.shape[2]):  # what the other rounds see of the same pairs
+        times = times.to(torch.int16) + _sees(code.roll(-s, 2), slot)
+    bias = times.to(dtype).log_().neg_()
+    bias.diagonal(slot.shape[-1], -2, -1).fill_(-1e5)
+    return bias.masked_fill_(~own, -math.inf), own.sum()
+
+
+def _sees(code, slot):
+    at = nn.functional.pad(code, (0, 1), value=-2).gather(-1, slot.flatten(-2)).view(slot.shape)
+    keys = _with_previous(at, -2)
+    return at[..., :, None] - keys.masked_fill(keys < 0, -9)[..., None, :] >> 1 == 0
 
 # %% ../../nbs/baselines/26_transformers.ipynb #195c3e27
 def _take(x, index):
@@ -449,7 +461,7 @@ def _softmax_means(scores, v):
     "Softmax means of the values, and the logarithm of the summed weights: -inf where there are none."
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0)
-    weights = (scores - top).exp()
+    weights = (scores - top).exp_()
     total = weights.sum(-1, keepdim=True)
     none = total == 0
     total = total.masked_fill(none, 1)
