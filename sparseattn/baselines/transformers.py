@@ -422,7 +422,7 @@ def _rounds(q, k, v, code, place, order, chunk):
 
 
 def _codes(label, chunk, labels):
-    "One number for label and chunk: a pair agrees, the key's chunk being the same or the one before, if it is 0 or 1 less."
+    "One number for label and chunk: 0 or 1 less at a key of the same label, in the same chunk or the one before."
     chunks = label.shape[-1] + 1
     code = (label * (chunks + 1) + chunk).masked_fill(label < 0, -2)
     return code.int() if (labels + 1) * (chunks + 1) < 2**31 else code
