@@ -88,8 +88,10 @@ def _over_tables(x, place):
 
 
 def _exp(x):
-    "exp of numbers at most 0; below rounding 0, since numbers near the smallest make a processor's products slow."
-    return nn.functional.threshold(x, -40.0, -math.inf).exp()
+    "exp of numbers at most 0, in place; below rounding 0, since numbers near the smallest make a processor's products slow."
+    low = x.detach()
+    low.masked_fill_(low < -40, -math.inf)                  # exp is 0 there, and so is its gradient
+    return x.exp_()
 
 
 def _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale):
@@ -100,9 +102,9 @@ def _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale):
         there = (there | ~there.any(-1, keepdim=True)).flatten(0, 3)[:, None]
         out = fused_attention(*(x.flatten(0, 3)[:, None] for x in (q, k, v)), there, scale=scale)
         return _over_tables(out.view(*slot_q.shape, -1), place)[:, :, 0]
-    scores = (q @ k.mT * scale).masked_fill(~there, -math.inf)
+    scores = (q * scale @ k.mT).masked_fill_(~there, -math.inf)
     top = scores.detach().amax(-1, keepdim=True).nan_to_num(neginf=0)
-    out = _exp(scores - top) @ nn.functional.pad(v, (0, 1), value=1)
+    out = _exp(scores.sub_(top)) @ nn.functional.pad(v, (0, 1), value=1)
     out, top = _over_tables(out, place), _over_tables(top, place)
     out = (out * (top - top.amax(2, keepdim=True)).exp()).sum(2)
     return out[..., :-1] / out[..., -1:].masked_fill(out[..., -1:] == 0, 1)
@@ -582,9 +584,9 @@ def gaussian_performer(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"],
     features = features.to(q)
     to_k = _masked_low(k @ features.mT - k.square().sum(-1, keepdim=True), mask)
     largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
-    to_q = q @ features.mT + largest
-    sums = _exp(to_k - largest).mT @ nn.functional.pad(v, (0, 1), value=1)
-    out = _exp(to_q - to_q.detach().amax(-1, keepdim=True)) @ sums
+    to_q = (q @ features.mT).add_(largest)
+    sums = _exp(to_k.sub_(largest)).mT @ nn.functional.pad(v, (0, 1), value=1)
+    out = _exp(to_q.sub_(to_q.detach().amax(-1, keepdim=True))) @ sums
     total = out[..., -1:]
     return _hide(out[..., :-1] / total.masked_fill(total == 0, 1), mask).to(dtype)
 
