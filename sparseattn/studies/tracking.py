@@ -131,10 +131,11 @@ def _numbers(tests):
 # %% ../../nbs/hept/34_tracking.ipynb #9bb64502
 RIVALS = {
     **{name: dict(attention=attention, positions=True) for name, attention in (
-        ("Reformer", "reformer"), ("SMYRF", "smyrf"), ("Performer", "performer"), ("ScatterBrain", "scatterbrain"))},
+        ("Reformer", "reformer"), ("SMYRF", "smyrf"), ("Performer", "performer"), ("ScatterBrain", "scatterbrain"),
+        ("FLT", "flt"), ("FlatFormer", "flatformer"))},
     **{name: dict(attention=attention) for name, attention in (
-        ("FLT", "flt"), ("PointTrans", "point_transformer"), ("FlatFormer", "flatformer"), ("Performer-k", "performer_k"),
-        ("SMYRF-k", "smyrf_k"), ("FlatFormer-k", "flatformer_k"))},
+        ("PointTrans", "point_transformer"), ("Performer-k", "performer_k"), ("SMYRF-k", "smyrf_k"),
+        ("FlatFormer-k", "flatformer_k"))},
     **{name: dict(layer=name.lower()) for name in ("GCN", "DGCNN", "GravNet", "GatedGNN")},
 }
 
