@@ -414,7 +414,9 @@ def _rounds(q, k, v, code, place, order, chunk):
     slot = nn.functional.pad(order, (0, -n % chunk), value=n).unflatten(-1, (-1, chunk))
     q, k, v = (_take(nn.functional.pad(x, (0, 0, 0, 1)), slot) for x in (q, k, v))
     bias, seen = _bias(code, slot, q.dtype)
-    scores = (q * q.shape[-1] ** -0.5 @ _with_previous(k).transpose(-1, -2)).add_(bias)
+    place_in = torch.arange(2 * chunk, device=q.device)
+    scores = q * q.shape[-1] ** -0.5 @ _with_previous(k).transpose(-1, -2)
+    scores = scores.masked_fill_(place_in[:chunk, None] + chunk == place_in, -1e5).add_(bias)  # a slot's own score
     out, log_weight = _softmax_means(scores, _with_previous(v))
     back = place + torch.arange(rounds, device=q.device)[:, None] * slot[0, 0, 0].numel()
     out, log_weight = (_take(x.flatten(2, 4), back) for x in (out, log_weight))
@@ -429,12 +431,11 @@ def _codes(label, chunk, labels):
 
 
 def _bias(code, slot, dtype):
-    "Of every slot and those of its chunk and the previous one: -log(rounds that see the pair), the slot itself -1e5."
+    "Of slots and those of their chunk and the previous one: -log(rounds that see the pair), -inf if this one does not."
     own = times = _sees(code, slot)
     for s in range(1, code.shape[2]):  # what the other rounds see of the same pairs
         times = times.to(torch.int16) + _sees(code.roll(-s, 2), slot)
     bias = times.to(dtype).log_().neg_()
-    bias.diagonal(slot.shape[-1], -2, -1).fill_(-1e5)
     return bias.masked_fill_(~own, -math.inf), own.sum()
 
 

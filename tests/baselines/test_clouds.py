@@ -98,6 +98,32 @@ def test_large_scores_stay_finite_in_float32(scale):
         assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("tables", [1, 3])
+def test_weights_below_rounding_are_left_out_and_nothing_else(tables):
+    (q, k, v), both = qkv(), orders(tables=tables)
+    inputs = 8 * q, 8 * k, v
+    scores = inputs[0] @ inputs[1].mT * 6**-0.5
+    assert (scores - scores.amax(-1, keepdim=True) < -40).any()
+    fast, slow = (with_gradients(lambda *x, i=i: clustered_attention(*x, *both, size=7, impl=i), inputs)
+                  for i in ("fast", "reference"))
+    torch.testing.assert_close(fast, slow, rtol=1e-8, atol=1e-9)
+
+
+def test_kernel_by_features_written_out_far_from_the_centre():
+    (q, k, v), features = qkv(), numbers(3, 9, 6, seed=3)
+    inputs = 4 * q, 4 * k, v
+
+    def written(q, k, v):
+        exponents = q @ features.mT, k @ features.mT - k.square().sum(-1, keepdim=True)
+        return (exponents[0][..., :, None, :] + exponents[1][..., None, :, :]).logsumexp(-1).softmax(-1) @ v
+
+    exponents = inputs[1] @ features.mT - inputs[1].square().sum(-1, keepdim=True)
+    assert (exponents - exponents.amax(-2, keepdim=True) < -40).any()
+    found = with_gradients(lambda *x: gaussian_performer(*x, features=features), inputs)
+    expected = with_gradients(written, inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+
 def test_lift_turns_inner_products_into_distances():
     q, k, _ = qkv()
     a, b = lifted(q, 3 * k)

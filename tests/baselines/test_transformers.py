@@ -253,6 +253,15 @@ def test_reformer_attends_itself_only_when_alone():
     torch.testing.assert_close(together, v.flip(2), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e3, 3e5])
+def test_reformer_never_counts_itself_among_others_at_any_size(size):
+    q, _, v = inputs(n=40)
+    q = size * torch.nn.functional.normalize(q, dim=-1)
+    rotations = torch.randn(1, 2, 6, 4, generator=generator(1))
+    found, expected = (reformer_attention(q, v, rotations=rotations, chunk=8, impl=impl) for impl in ("fast", "reference"))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+
 def test_two_buckets_collide_by_the_law_of_the_angle():
     """5 standard errors of 20,000 hashes at four angles; false alarm < 3e-6."""
     angles = torch.tensor([0.2, 1.0, 1.7, 2.8])
