@@ -258,7 +258,8 @@ def test_reformer_never_counts_itself_among_others_at_any_size(size):
     q, _, v = inputs(n=40)
     q = size * torch.nn.functional.normalize(q, dim=-1)
     rotations = torch.randn(1, 2, 6, 4, generator=generator(1))
-    found, expected = (reformer_attention(q, v, rotations=rotations, chunk=8, impl=impl) for impl in ("fast", "reference"))
+    options = dict(rotations=rotations, chunk=8)
+    found, expected = (reformer_attention(q, v, impl=impl, **options) for impl in ("fast", "reference"))
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
