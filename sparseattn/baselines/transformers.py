@@ -148,9 +148,8 @@ def performer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
 
 def _exponents(x, features):
     "w.x - |x|^2 / 2 of every point and feature w; nothing else as large is made."
-    w = features.to(x).expand(*x.shape[:2], -1, -1).flatten(0, 1)
-    flat = (x * x.shape[-1] ** -0.25).flatten(0, 1)
-    return torch.baddbmm(flat.square().sum(-1, keepdim=True) / -2, flat, w.mT).unflatten(0, x.shape[:2])
+    x = x * x.shape[-1] ** -0.25
+    return (x @ features.to(x).mT).add_(x.square().sum(-1, keepdim=True) / -2)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #90d65609
 def linformer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"], *,
