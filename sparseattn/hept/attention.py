@@ -290,6 +290,14 @@ def _tables(q, k, v, order_q, order_k, real, options):
         earlier += [[places // block for places in table.places]] if options["union"] else []
 
 # %% ../../nbs/hept/32_attention.ipynb #32lse028
+def _kept(out, lse, real):
+    "Output, and L in two parts, D and N; 0 where there is no point."
+    if real is not None:
+        out, lse = out.masked_fill_(~real[..., None], 0), lse.masked_fill(~real, 0)
+    nearest = (-2 * lse).to(out.dtype)
+    return out, (lse + nearest.double() / 2).exp().to(out.dtype), nearest
+
+
 def _attend_by_lse(q, k, v, order_q, order_k, real, diagnose, options):
     "Output (rows, points, width), D and N (rows, points)."
     if diagnose:
@@ -302,16 +310,17 @@ def _attend_by_lse(q, k, v, order_q, order_k, real, diagnose, options):
     if floor:
         merged = torch.logaddexp(lse, lse.new_tensor(math.log(floor)))
         out, lse = out * (lse - merged).exp().to(v.dtype), merged
-    out, lse = out[:, : v.shape[-1]].contiguous().view(v.shape), lse.view(q.shape[:2])
-    if real is not None:
-        out, lse = out.masked_fill_(~real[..., None], 0), lse.masked_fill(~real, 0)
-    nearest = (-2 * lse).to(v.dtype)
-    return out, (lse + nearest.double() / 2).exp().to(v.dtype), nearest
+    return _kept(out[:, : v.shape[-1]].contiguous().view(v.shape), lse.view(q.shape[:2]), real)
 
 # %% ../../nbs/hept/32_attention.ipynb #32lse024
+def _lse(denominator, nearest):
+    "L from its two parts."
+    return denominator.double().log() - nearest.double() / 2
+
+
 def _differentiate_by_lse(grad, q, k, v, order_q, order_k, real, out, denominator, nearest, options):
     "Gradients of q, k and v."
-    lse, total = (denominator.double().log() - nearest.double() / 2).flatten(), None
+    lse, total = _lse(denominator, nearest).flatten(), None
     for table in _tables(q, k, v, order_q, order_k, real, options):
         rows = [nn.functional.pad(x.flatten(0, 1), (0, table.v.shape[-1] - v.shape[-1])) for x in (grad, out)]
         found = _differentiate_table(table, *rows, lse)
@@ -340,11 +349,37 @@ def _differentiate_by_loop(kernels, grad, q, k, v, order_q, order_k, real, *rest
     *results, options = rest
     return differentiate_in_loop(kernels, grad, q, k, v, *_listed(order_q, order_k, real), *results, **options)
 
+# %% ../../nbs/hept/32_attention.ipynb #32form08
+def _sound(q, k, v, *orders):
+    "Whether all entries are finite and the orders are permutations of the points."
+    held = [order.clamp(0, order.shape[-1] - 1) for order in orders]
+    seen = [torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all() for order in held]
+    same = [torch.eq(order, other).all() for order, other in zip(orders, held, strict=True)]
+    return torch.stack([*(x.isfinite().all() for x in (q, k, v)), *seen, *same]).all()
+
+
+def _attend_by_programs(q, k, v, order_q, order_k, real, diagnose, options):
+    from .gpu import attend_on_gpu
+    if diagnose and not _sound(q, k, v, order_q, order_k):
+        diagnose()
+    return _kept(*attend_on_gpu(q, k, v, *_listed(order_q, order_k, real), **options), real)
+
+
+def _differentiate_by_programs(grad, q, k, v, order_q, order_k, real, out, denominator, nearest, options):
+    from .gpu import differentiate_on_gpu
+    options = {name: options[name] for name in ("union", "block_size")}
+    listed = _listed(order_q, order_k, real)
+    found = differentiate_on_gpu(grad, q, k, v, *listed, out, _lse(denominator, nearest), **options)
+    return found if real is None else [x.masked_fill(~real[..., None], 0) for x in found]
+
 # %% ../../nbs/hept/32_attention.ipynb #32form06
 _BY_LSE = _attend_by_lse, _differentiate_by_lse
+_BY_PROGRAMS = _attend_by_programs, _differentiate_by_programs
 
 
 def _form(q):
+    if q.is_cuda and q.dtype == torch.float32 and has_triton():
+        return _BY_PROGRAMS
     kernels = _loops(q)
     return _BY_LSE if kernels is None else (partial(_attend_by_loop, kernels), partial(_differentiate_by_loop, kernels))
 
