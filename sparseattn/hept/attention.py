@@ -350,23 +350,22 @@ def _differentiate_by_loop(kernels, grad, q, k, v, order_q, order_k, real, *rest
     return differentiate_in_loop(kernels, grad, q, k, v, *_listed(order_q, order_k, real), *results, **options)
 
 # %% ../../nbs/hept/32_attention.ipynb #32form08
-def _sound(q, k, v, *orders):
-    "Whether all entries are finite and the orders are permutations of the points."
+def _permuted(*orders):
+    "Whether the orders are permutations of the points."
     held = [order.clamp(0, order.shape[-1] - 1) for order in orders]
     seen = [torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all() for order in held]
-    same = [torch.eq(order, other).all() for order, other in zip(orders, held, strict=True)]
-    return torch.stack([*(x.isfinite().all() for x in (q, k, v)), *seen, *same]).all()
+    return torch.stack([*seen, *(torch.eq(*pair).all() for pair in zip(orders, held, strict=True))]).all()
 
 
 def _attend_by_programs(q, k, v, order_q, order_k, real, diagnose, options):
-    from .gpu import attend_on_gpu
-    if diagnose and not _sound(q, k, v, order_q, order_k):
+    from sparseattn.hept.gpu import attend_on_gpu
+    if diagnose and not _permuted(order_q, order_k):
         diagnose()
     return _kept(*attend_on_gpu(q, k, v, *_listed(order_q, order_k, real), **options), real)
 
 
 def _differentiate_by_programs(grad, q, k, v, order_q, order_k, real, out, denominator, nearest, options):
-    from .gpu import differentiate_on_gpu
+    from sparseattn.hept.gpu import differentiate_on_gpu
     options = {name: options[name] for name in ("union", "block_size")}
     listed = _listed(order_q, order_k, real)
     found = differentiate_on_gpu(grad, q, k, v, *listed, out, _lse(denominator, nearest), **options)

@@ -73,8 +73,8 @@ def test_a_run_repeats_bit_by_bit(on_gpu):
     assert all(map(torch.equal, *runs))
 
 
-@pytest.mark.parametrize("name, change", [("q", torch.nan), ("v", torch.inf), ("order_q", 7), ("order_k", 99)])
-def test_bad_input_is_named(on_gpu, name, change):
+@pytest.mark.parametrize("name, change", [("order_q", 7), ("order_k", 99), ("order_k", -1)])
+def test_what_is_no_order_is_named(on_gpu, name, change):
     rows, orders, mask = given(20, 2, heads=1)
     tensors = dict(zip(("q", "k", "v", "order_q", "order_k"), (*rows, *orders.clone()), strict=True))
     tensors[name].view(-1)[3] = change
@@ -92,7 +92,7 @@ types = dict.fromkeys(("order_q", "order_k", "count"), "*i64") | dict.fromkeys((
 types |= dict.fromkeys(("rows", "n", "d"), "i32") | {"log_total": "*fp64"}
 for union, processor in ((False, 80), (True, 90)):
     for kernel in (gpu._forward, gpu._backward_queries, gpu._backward_keys):
-        constants = dict(D=30, E=24, D_ALL=32, E_ALL=32, UNION=union, FAR=128.0, BLOCK=100, TILES=1, TILE=128)
+        constants = dict(D=30, E=24, D_ALL=32, E_ALL=32, UNION=union, FAR=128.0, BLOCK=100, TILES=2, TILE=64)
         known = types | dict.fromkeys(constants, "constexpr")
         names = {name: known.get(name, "*fp32") for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
