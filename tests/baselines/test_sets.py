@@ -502,7 +502,8 @@ def test_on_a_gpu(name, dtype):
     expected = module(x, coords, mask)
     out, info = module.cuda()(x.cuda(), coords.cuda(), mask.cuda(), return_info=True)
     assert out.dtype == dtype and out.is_cuda and (name == "none" or info.flops)
-    out.sum().backward()
+    if name != "none":  # zeros, without a parameter
+        out.sum().backward()
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=tolerance, atol=tolerance)
 
