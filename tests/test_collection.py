@@ -90,6 +90,20 @@ def test_compiled_loops_are_shown_without_a_compiler(tmp_path):
     assert "no C compiler here" in (tmp_path / "executed.ipynb").read_text(encoding="utf-8")
 
 
+def test_a_run_without_jupyter_shows_claims_too(tmp_path):
+    """At the end of every cell from the one on that starts the run."""
+    source = ["class Run:\n    def show_claims(self):\n        print('H-3.4-UB1')", "run = Run()", "1 + 1"]
+    cells = [dict(cell_type="code", id=f"c{i}", metadata={}, source=s, outputs=[]) for i, s in enumerate(source)]
+    (tmp_path / "page.ipynb").write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)))
+    script = "import plain; from pathlib import Path; plain.execute(*map(Path, {0}), {{}}, Path())".format(
+        (str(tmp_path / "page.ipynb"), str(tmp_path / "executed.ipynb")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "workflow"), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = json.loads((tmp_path / "executed.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert ["H-3.4-UB1" in json.dumps(cell["outputs"]) for cell in cells] == [False, True, True]
+
+
 def test_reproduction_ends_well_with_a_page(executed):
     assert executed.returncode == 0, executed.stdout[-3000:] + executed.stderr[-1000:]
     page = (ROOT / "build/smoke/index.html").read_text(encoding="utf-8")

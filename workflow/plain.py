@@ -89,6 +89,8 @@ def _cell(cell: dict, space: dict, page: _Page, parameters: dict) -> None:
     try:
         with contextlib.redirect_stdout(told):
             _run("".join(cell["source"]), f"cell {cell['id']}", space, page)
+            if hasattr(run := space.get("run"), "show_claims"):  # what `lab.run.start` asks of IPython
+                run.show_claims()
         if "parameters" in cell["metadata"].get("tags", []):
             space.update(parameters)
         mark["status"] = "completed"
