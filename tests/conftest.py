@@ -226,3 +226,18 @@ def executed() -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
     )
+
+
+@pytest.fixture
+def compile_without_gpu(tmp_path, monkeypatch):
+    """A function that runs a script of Triton without its interpreter, which prints "compiled" at its end."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def compiles(script):
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        if "ptxas" in run.stderr and "not found" in run.stderr.lower():
+            pytest.skip("Triton came without NVIDIA's assembler")
+        assert run.stdout == "compiled\n", run.stderr[-3000:]
+
+    return compiles

@@ -1,8 +1,5 @@
 """Attention along a cycle on a GPU: both programs give what torch's operations give, and compile for NVIDIA."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -95,10 +92,5 @@ print("compiled")
 """
 
 
-def test_compiles_for_two_generations_of_processors(tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
-    if "ptxas" in run.stderr and "not found" in run.stderr.lower():
-        pytest.skip("Triton came without NVIDIA's assembler")
-    assert run.stdout == "compiled\n", run.stderr[-3000:]
+def test_compiles_for_two_generations_of_processors(compile_without_gpu):
+    compile_without_gpu(COMPILED)
