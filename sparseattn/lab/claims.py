@@ -202,7 +202,11 @@ def _too_small(scale, needs):
 def _too_early(scale, needs, found, **row):
     if scale == "smoke" or not found:
         return Claim(verdict="not attempted", evidence=f"needs scale {needs}", **(row | {"decided": ""}))
-    return Claim(verdict="undecided", evidence=f"{found}; run at scale {scale}, decided from {needs} on", **row)
+    return Claim(verdict="undecided", evidence=f"{found}; run at scale {scale}, decided at {_from(needs)}", **row)
+
+
+def _from(needs):
+    return " and ".join(SCALES[SCALES.index(needs):])
 
 
 def _compare(id, expect, verdict):

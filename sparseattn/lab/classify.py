@@ -263,7 +263,7 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
     for row in found.rows():
         made = experiment(found, row, beside=(beside or {}).get(row, ()), part=part)
         ours, first = made.interval, found.first(row)
-        below = ", ".join(floor.split(" (by")[0] for floor in made.below)
+        below = ", ".join(made.below.get(row, ()))
         clears = "a floor" if first["kind"] == "floor" else f"no: {below}" if below else "yes"
         lines.append({"row": row, "paper": (paper or {}).get(row, np.nan), "ours": ours.value, "low": ours.low,
                       "high": ours.high, "over": ours.over, "seeds": len(found.of(row)), "clears": clears}

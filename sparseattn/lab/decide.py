@@ -51,8 +51,10 @@ class Interval:
         return math.inf if self.over == "items only" else max(self.high - self.value, self.value - self.low)
 
     def __str__(self):
-        counts = [_count(n, name) for n, name in ((self.seeds, "seed"), (self.items, "item")) if n]
+        once = self.over == "items only"
+        counts = [_count(n, name) for n, name in ((0 if once else self.seeds, "seed"), (self.items, "item")) if n]
         sd = f", sd {'missing' if math.isnan(self.sd) else format(self.sd, '.3g')}" if self.seeds else ""
+        sd = ", trained once" if once else sd
         limits = f"[{self.low:.4g}, {self.high:.4g}]"
         return f"{self.value:.4g} {limits} ({100 * self.level:g} % over {', '.join(counts) or self.over}{sd})"
 
@@ -303,8 +305,8 @@ class Decision(NamedTuple):
     why: str
 
 
-def verdict(paper: float | None, ours: Interval, below: Sequence[str] = (), *, tolerance: float, sign: int = 0,
-            difference: bool = True) -> Decision:
+def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[str]] | None = None, *, tolerance: float,
+            sign: int = 0, difference: bool = True) -> Decision:
     """The verdict on a number of a paper. The first line that applies:
 
         1. a row does not clear a floor, or was trained once: undecided
@@ -316,7 +318,7 @@ def verdict(paper: float | None, ours: Interval, below: Sequence[str] = (), *, t
     Args:
         paper: its value; None where it gives a direction only (line 2: on its side, at least `tolerance` from zero).
         ours: the interval, in the paper's units.
-        below: floors that were not cleared.
+        below: {row: floors that it does not clear}; only rows that fail one.
         tolerance: named before the run; the edge counts as within.
         sign: the direction, 1 or -1, where `paper` is None.
         difference: is it a difference, so that its sign means something? False for a level.
@@ -335,19 +337,23 @@ def verdict(paper: float | None, ours: Interval, below: Sequence[str] = (), *, t
     """
     side, near, far = _within(paper, tolerance, sign, difference)
     low, high = sorted((side * ours.low, side * ours.high)) if side else (ours.low, ours.high)
-    numbers = f"paper {_said(paper, sign)}, ours {ours}, tolerance {tolerance:g}"
-    seen = f"smallest difference it could have seen {ours.resolution:.3g}".replace("inf", "unknown")
-    if below:
-        return Decision("undecided", f"{numbers}; not two standard errors above {', '.join(below)}; {seen}")
+    numbers = f"{_said(paper, sign)}, ours {ours}, tolerance {tolerance:g}"
+    unseen = f"a difference under {ours.resolution:.3g} could not have been seen"
     if ours.over == "items only":
-        return Decision("undecided", f"{numbers}; trained once, another training was not seen; {seen}")
+        unseen = "how far another training would lie is not known"
+    if below:
+        short = [f"{row} is not two standard errors above {', '.join(floors)}" for row, floors in below.items()]
+        return Decision("undecided", "; ".join([numbers, *short, unseen]))
+    if ours.over == "items only":
+        return Decision("undecided", f"{numbers}; {unseen}")
     if near <= low and high <= far and (not side or low > 0):
         return Decision("reproduced", numbers)
     if side and low > 0:
-        return Decision("partly", f"{numbers}; the direction is the paper's, the value is not met")
+        return Decision("partly", f"{numbers}; {_by_direction(paper)}")
     if high < near or far < low or (side and high <= 0):
-        return Decision("not reproduced", f"{numbers}; the interval leaves out the paper's value")
-    return Decision("undecided", f"{numbers}; the interval holds the paper's value and its contrary; {seen}")
+        return Decision("not reproduced", f"{numbers}; the interval leaves out {_asked(paper)}")
+    return Decision("undecided", f"{numbers}; the interval holds {_asked(paper)} and its contrary; {unseen}")
+
 
 # %% ../../nbs/lab/82_decide.ipynb #b4c40683
 def _within(paper, tolerance, sign, difference):
@@ -367,7 +373,16 @@ def _within(paper, tolerance, sign, difference):
 
 
 def _said(paper, sign):
-    return ("greater" if sign > 0 else "smaller") if paper is None else f"{paper:g}"
+    return f"expected {'above' if sign > 0 else 'below'} 0" if paper is None else f"paper {paper:g}"
+
+
+def _asked(paper):
+    return "what was expected" if paper is None else "the paper's value"
+
+
+def _by_direction(paper):
+    return "on the expected side, within the tolerance of 0" if paper is None else \
+        "the direction is the paper's, the value is not met"
 
 # %% ../../nbs/lab/82_decide.ipynb #65277117
 @dataclass(frozen=True, eq=False)
@@ -390,7 +405,7 @@ class Experiment:
         >>> right, chance = {s: np.arange(100) < 80 + s for s in range(3)}, np.arange(100) % 2 == 0
         >>> made = Experiment({"network": right}, {"random": chance})
         >>> made.below, made.verdict(0.82, tolerance=0.2).verdict
-        ((), 'reproduced')
+        ({}, 'reproduced')
     """
 
     rows: Mapping[str, Table]
@@ -414,12 +429,13 @@ class Experiment:
         return (score if len(self.rows) == 1 else paired)(*self.rows.values(), **options)
 
     @cached_property
-    def below(self) -> tuple[str, ...]:
-        """Floors that were not cleared, "floor (by row)"."""
+    def below(self) -> dict[str, tuple[str, ...]]:
+        """{row: floors that it does not clear}, of rows that fail one."""
         floors = {name: floor for name, floor in self.floors.items() if name not in self.rows}
         found = {row: clears(y, floors, statistic=self.statistic, clusters=self.clusters)
                  for row, y in self.rows.items() if row not in self.floors}
-        return tuple(f"{floor} (by {row})" for row, cleared in found.items() for floor, ok in cleared.items() if not ok)
+        short = {row: tuple(floor for floor, ok in cleared.items() if not ok) for row, cleared in found.items()}
+        return {row: floors for row, floors in short.items() if floors}
 
     def verdict(self, paper: float | None, *, tolerance: float, sign: int = 0) -> Decision:
         """The verdict on the paper's value, see `verdict`."""

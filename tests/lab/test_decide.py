@@ -425,13 +425,17 @@ def test_text_holds_the_numbers():
     found = verdict(3.0, around(1.5, 2.2, seeds=3, sd=0.4), tolerance=0.5)
     assert found.verdict == "undecided" and found.why == (
         "paper 3, ours 1.5 [-0.7, 3.7] (95 % over 3 seeds, sd 0.4), tolerance 0.5; "
-        "the interval holds the paper's value and its contrary; smallest difference it could have seen 2.2"
+        "the interval holds the paper's value and its contrary; a difference under 2.2 could not have been seen"
     )
-    below = verdict(3.0, around(3, 0.1), ["1-NN", "linear"], tolerance=1)
-    assert "; not two standard errors above 1-NN, linear; smallest" in below.why
+    below = verdict(3.0, around(3, 0.1), {"PAT": ["1-NN", "linear"]}, tolerance=1)
+    assert "; PAT is not two standard errors above 1-NN, linear; a difference under 0.1" in below.why
     once = verdict(3.0, around(3, 0.1, over="items only"), tolerance=1)
-    assert once.verdict == "undecided" and once.why.endswith("could have seen unknown")
-    assert verdict(None, around(3, 0.1), tolerance=0, sign=-1).why.startswith("paper smaller, ours 3 [")
+    assert once.verdict == "undecided" and "trained once), tolerance 1; " in once.why
+    assert once.why.endswith("how far another training would lie is not known")
+    less = verdict(None, around(3, 0.1), tolerance=0, sign=-1)
+    assert less.why.startswith("expected below 0, ours 3 [") and less.why.endswith("leaves out what was expected")
+    near = verdict(None, around(0.5, 0.1), tolerance=1, sign=1)
+    assert (near.verdict, near.why.split("; ")[1]) == ("partly", "on the expected side, within the tolerance of 0")
 
 
 @pytest.mark.parametrize(
@@ -478,7 +482,7 @@ def test_a_noisier_run_is_never_surer():
 @pytest.mark.parametrize("paper", [3.0, None])
 def test_below_a_floor_or_trained_once_is_undecided(paper):
     for value in np.linspace(-5, 8, 27):
-        for ours, below in ((around(value, 0.01), ["floor"]), (around(value, 0.01, over="items only"), [])):
+        for ours, below in ((around(value, 0.01), {"row": ["floor"]}), (around(value, 0.01, over="items only"), {})):
             sign = 1 if paper is None else 0
             assert verdict(paper, ours, below, tolerance=0.5, sign=sign).verdict == "undecided"
 
@@ -498,7 +502,7 @@ def rows(gain=10.0, seeds=3, noise=1.0, items=300):
 def test_experiment():
     both, floors = rows()
     made = Experiment(both, floors)
-    assert made.interval == paired(both["a"], both["b"]) and made.below == ()
+    assert made.interval == paired(both["a"], both["b"]) and made.below == {}
     assert made.verdict(10, tolerance=8).verdict == "reproduced" and made.decided_by == "training"
     alone = Experiment({"a": both["a"]}, floors)
     assert alone.interval == score(both["a"]) and alone.verdict(70, tolerance=10).verdict == "reproduced"
@@ -511,13 +515,13 @@ def test_nothing_below_its_floors_is_decided():
     both, floors = rows()
     high = {"b is below": both["b"][0] + 5.0}
     made = Experiment(both, floors | high)
-    assert made.below == ("b is below (by b)",)
+    assert made.below == {"b": ("b is below",)}
     assert made.verdict(10, tolerance=8).verdict == "undecided"
-    assert "b is below (by b)" in made.verdict(10, tolerance=8).why
+    assert "; b is not two standard errors above b is below; " in made.verdict(10, tolerance=8).why
     exempt = Experiment(both, {"b": both["b"]} | high)  # b is itself a floor here: it has none to clear
-    assert exempt.below == () and exempt.verdict(10, tolerance=8).verdict == "reproduced"
+    assert exempt.below == {} and exempt.verdict(10, tolerance=8).verdict == "reproduced"
     low = {"a": {s: y - 60 for s, y in both["a"].items()}, "b": both["b"]}
-    assert Experiment(low, floors).below == ("floor (by a)",)
+    assert Experiment(low, floors).below == {"a": ("floor",)}
 
 
 def test_one_seed_decides_nothing():
@@ -534,7 +538,7 @@ def test_experiments_refuse():
     for none in ({}, {"b": both["b"]}):
         with pytest.raises(ValueError, match="floors: a training is judged beside what needs no attention"):
             Experiment(both, none)
-    assert Experiment(both, decided_by="clock").below == ()
+    assert Experiment(both, decided_by="clock").below == {}
 
 
 @pytest.mark.parametrize("gain, paper", itertools.product((10.0, 4.0, 0.0, -6.0), (10.0, -5.0, None)))
