@@ -192,7 +192,7 @@ def methods(task):
     return METHODS if task in REPEATED else {row: options | _ONCE for row, options in METHODS.items() if row not in small}
 
 # %% ../../nbs/atlas/96_arena.ipynb #96set002
-_STEPS = dict(listops=3_000, image=3_000, text=1_000, retrieval=1_000, pathfinder=5_000)
+_STEPS = dict(listops=3_000, image=3_000, text=1_000, retrieval=1_000, pathfinder=10_000)
 _WARMUP = dict(listops=1_000, text=8_000, retrieval=800, image=175, pathfinder=312)    # SBM-Transformer, as released
 _SIZES = dict(dim=64, depth=2, heads=2, hidden=128)
 
@@ -218,7 +218,7 @@ def settings(task):
         "warm-up": (0, steps // 10, steps // 10, warm, f"{warm:,}, 2,000"),
         "precision": ("float32", "float32", "tf32", "float32", "mixed, not given"),
         "seeds": (1, 1, 3, 3, "5, 1"),
-        "minutes": (0, 25 if task == "pathfinder" else 15, 20, 120, "-"),
+        "minutes": (0, 40 if task == "pathfinder" else 15, 20, 120, "-"),
     }
 
 # %% ../../nbs/atlas/96_arena.ipynb #96net002
