@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_finite,
-                                       check_number, check_qkv_form, composed_gradients, masked_softmax, sees_values,
-                                       transformed)
+from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_device,
+                                       check_finite, check_number, check_qkv_form, composed_gradients, masked_softmax,
+                                       sees_values, transformed)
 from ..core.points import has_triton
 from .hashing import bucket_labels, combine_labels, invert, raw_codes, sort_order
 from .loop import attend_in_loop, differentiate_in_loop, permutes
@@ -366,7 +366,7 @@ _BY_PROGRAMS = _attend_by_programs, _differentiate_by_programs
 
 
 def _form(q):
-    if q.is_cuda and q.dtype == torch.float32 and has_triton():
+    if q.dtype == torch.float32 and has_triton(q):
         return _BY_PROGRAMS
     kernels = _loops(q)
     return _BY_LSE if kernels is None else (partial(_attend_by_loop, kernels), partial(_differentiate_by_loop, kernels))
@@ -528,6 +528,7 @@ def _check_orders(q, k, **orders):
     shapes = [tuple(order.shape) for order in orders.values()]
     if shapes[0] != shapes[-1]:
         raise ValueError(f"{' and '.join(orders)} must have one shape, got {' and '.join(map(str, shapes))}")
+    check_device(q, **orders)
 
 # %% ../../nbs/hept/32_attention.ipynb #32chec02
 def _check_entries(q, k, v, order_q, order_k):
@@ -621,7 +622,7 @@ def _without_loop(*inputs):
 
 def _peers(q):
     "On a GPU, see `core.gpu.peers`; FlexAttention has no sum over tables."
-    if not (q.is_cuda and has_triton()):
+    if not has_triton(q):
         return {}
     from sparseattn.core.gpu import peers
     return peers(gathered_attention)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparseattn.core import attention
+from sparseattn.core import attention, points
 from sparseattn.core.attention import PRESENCE_RULES, edge_attention
 
 pytest.importorskip("triton", reason="needs Triton, the extra named gpu")
@@ -144,6 +144,23 @@ def test_flex_attention_is_what_the_list_gives(n, m, density):
         found.append((out, *(torch.autograd.grad(out.square().sum(), leaves) if learns else ())))
     for flex, listed in zip(*found, strict=True):
         torch.testing.assert_close(flex, listed, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("capability, compiles", [((6, 1), False), ((7, 0), True)])
+def test_triton_needs_a_gpu_that_it_compiles_for(monkeypatch, capability, compiles):
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    assert points._compiles_for(0) is compiles
+
+
+@pytest.mark.parametrize("name", ["k", "v", "edges", "presence", "candidates", "absence"])
+def test_what_lies_on_another_device_is_named(name):
+    x, edges = torch.zeros(1, 1, 3, 4, device=DEVICE), torch.tensor([[0, 0], [1, 1], [0, 2]], device=DEVICE)
+    pair = x[0, 0, 0, :2]
+    tensors = dict(q=x, k=x, v=x, edges=edges, presence=pair, candidates=edges.flip(1), absence=pair)
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} must lie on {DEVICE}"):
+        edge_attention(**tensors)
 
 
 def test_peers_stand_beside_kernels_on_a_gpu_alone():

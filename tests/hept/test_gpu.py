@@ -144,6 +144,15 @@ def test_values_on_a_gpu_are_read_where_that_is_asked_for():
             attention._check_entries(x, x, x, order, order)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "order_q", "order_k", "mask"])
+def test_what_lies_on_another_device_is_named(name):
+    rows, orders, mask = given(20, 2, masked=3)
+    tensors = dict(zip(("q", "k", "v", "order_q", "order_k"), (*rows, *orders), strict=True), mask=mask.to(DEVICE))
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} must lie on {DEVICE}"):
+        hept_attention(**tensors)
+
+
 COMPILED = """
 from sparseattn.hept import gpu
 

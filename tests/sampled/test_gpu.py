@@ -71,6 +71,15 @@ def test_the_layer_takes_them(monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "order", "mask"])
+def test_what_lies_on_another_device_is_named(name):
+    x, mask = torch.zeros(1, 1, 5, 4, device=DEVICE), torch.ones(1, 5, dtype=torch.bool, device=DEVICE)
+    tensors = dict(q=x, k=x, v=x, order=sample_cycle(5, device=DEVICE), mask=mask)
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} must lie on {DEVICE}"):
+        attention.cycle_attention(**tensors)
+
+
 COMPILED = """
 from sparseattn.sampled import gpu
 
