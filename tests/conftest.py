@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
+import torch
+
 ROOT = Path(__file__).parent.parent
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads Triton: kernels for a GPU in its interpreter
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads Triton, which torch alone does not
 sys.path.insert(0, str(ROOT / "workflow"))
 
 HELPERS = """#| export
@@ -228,14 +230,33 @@ def executed() -> subprocess.CompletedProcess:
     )
 
 
+COMPILER = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+def compiled(kernel, processor, types, constants, **options):
+    "Assembly of a kernel for NVIDIA; an argument without a type is a row of float32."
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    names = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature=names, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", processor, 32), options=options).asm["ptx"]
+
+
+"""
+
+
 @pytest.fixture
 def compile_without_gpu(tmp_path, monkeypatch):
-    """A function that runs a script of Triton without its interpreter, which prints "compiled" at its end."""
+    """A function that runs a script without Triton's interpreter; `compiled` in it compiles a kernel."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def compiles(script):
-        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        command = [sys.executable, "-c", f"{COMPILER}{script}\nprint('compiled')"]
+        run = subprocess.run(command, capture_output=True, text=True)
         if "ptxas" in run.stderr and "not found" in run.stderr.lower():
             pytest.skip("Triton came without NVIDIA's assembler")
         assert run.stdout == "compiled\n", run.stderr[-3000:]

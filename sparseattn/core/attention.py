@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRESENCE_RULES', 'check_values', 'has_values', 'transformed', 'sees_values', 'check_points', 'check_form',
            'check_finite', 'check_mask', 'check_boolean', 'check_count', 'check_number', 'check_generator',
-           'check_choice', 'check_qkv', 'check_qkv_form', 'hide_masked', 'check_dtype', 'checked_cloud',
+           'check_choice', 'check_qkv', 'check_qkv_form', 'check_device', 'hide_masked', 'check_dtype', 'checked_cloud',
            'checked_coords', 'attention_logits', 'dense_attention', 'check_scale', 'masked_softmax',
            'composed_gradients', 'fused_attention', 'edge_attention', 'pattern_attention', 'uncompiled',
            'edge_products', 'straight_through_presence', 'merge_attention', 'AttentionInfo']
@@ -237,7 +237,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> No
     """Refuse queries, keys and values that do not fit together; masked points may hold anything.
 
     Raises:
-        TypeError, ValueError: as `check_points` and `check_mask`, or shapes or dtypes that differ.
+        TypeError, ValueError: as `check_points` and `check_mask`, or shapes, dtypes or devices that differ.
 
     Example:
         >>> x = torch.zeros(1, 1, 3, 2)
@@ -249,7 +249,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> No
 
 
 def check_qkv_form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
-    """The part of `check_qkv` that looks at shapes and dtypes alone.
+    """The part of `check_qkv` that looks at shapes, dtypes and devices alone.
 
     Example:
         >>> check_qkv_form(*torch.full((3, 1, 1, 3, 2), torch.nan))
@@ -261,6 +261,24 @@ def check_qkv_form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     check_mask(mask, k.shape[0], k.shape[2])
+    check_device(q, k=k, v=v, mask=mask)
+
+
+def check_device(x: Tensor, **others: Tensor | None) -> None:
+    """Refuse tensors that lie on another device than x.
+
+    Args:
+        others: by their names for the message; None is passed over.
+
+    Raises:
+        ValueError: one of them lies elsewhere.
+
+    Example:
+        >>> check_device(torch.zeros(2), order=torch.arange(2), mask=None)
+    """
+    for name, other in others.items():
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{name} must lie on {x.device}, got one on {other.device}")
 
 
 def _real(x, mask):
@@ -604,6 +622,7 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     _check_edges(edges, batch * heads, n, m)
     check_scale(scale)
     _check_collectors(edges, presence, candidates, absence, (batch * heads, n, m))
+    check_device(q, edges=edges, presence=presence, candidates=candidates, absence=absence)
     scale = d**-0.5 if scale is None else scale
     compiling, all_pairs = torch.compiler.is_compiling(), batch * heads * n * m
     most = _ALL_PAIRS if presence is None and absence is None else _ALL_PAIRS_WITH_PRESENCE
@@ -880,14 +899,10 @@ def _composed_on_list(q, k, v, presence, absence, row, column, absent_row, absen
     return out + added((absence * share)[:, None] * (v[absent_column] - plain[absent_row]), absent_row)
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00g01
-def _has_triton():
-    from .points import has_triton
-    return has_triton()
-
-
 def _on_gpu(x):
     "Whether the programs of `09_gpu` serve a tensor; half precision is theirs to widen."
-    return x.is_cuda and _has_triton()
+    from .points import has_triton
+    return has_triton(x)
 
 # %% ../../nbs/core/00_attention.ipynb #ea16fe12
 def _softmax_on_list(q, k, v, row, column, scale):

@@ -365,18 +365,23 @@ def _farthest_program(x, far, picks, n, m, AXES: tl.constexpr, BLOCK: tl.constex
         tl.store(picks + turn, newest)
 
 # %% ../../nbs/core/04_points.ipynb #04gpufn2
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is there, and a GPU for it.
+def has_triton(x: Tensor) -> bool:
+    """Whether Triton's programs can work on a tensor: Triton is there, and compiles for the GPU on which the tensor lies.
 
     Example:
-        >>> has_triton() <= torch.cuda.is_available()
-        True
+        >>> has_triton(torch.zeros(1))
+        False
     """
-    return importlib.util.find_spec("triton") is not None and getattr(torch._C, "_cuda_getDeviceCount", int)() > 0
+    return x.is_cuda and _compiles_for(x.device.index)
 
 
-has_triton._dynamo_marked_constant = True  # as `torch.compiler.assume_constant_result`, which loads the compiler
+def _compiles_for(gpu):
+    "Whether Triton is there, and compiles for a GPU: compute capability 7.0 or higher."
+    found = importlib.util.find_spec("triton") is not None and getattr(torch._C, "_cuda_getDeviceCount", int)() > 0
+    return found and torch.cuda.get_device_capability(gpu) >= (7, 0)
+
+
+_compiles_for._dynamo_marked_constant = True  # as `torch.compiler.assume_constant_result`, which loads the compiler
 
 
 @functools.cache
@@ -389,7 +394,7 @@ def _compiled_program():
 
 
 def _has_program(x):
-    return x.is_cuda and has_values(x) and has_triton()
+    return has_values(x) and has_triton(x)
 
 
 def _by_program(x, far, picks):

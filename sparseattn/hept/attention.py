@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_finite,
-                                       check_number, check_qkv_form, composed_gradients, masked_softmax, transformed)
+from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_device,
+                                       check_finite, check_number, check_qkv_form, composed_gradients, masked_softmax,
+                                       sees_values, transformed)
 from ..core.points import has_triton
 from .hashing import bucket_labels, combine_labels, invert, raw_codes, sort_order
 from .loop import attend_in_loop, differentiate_in_loop, permutes
@@ -291,15 +292,15 @@ def _tables(q, k, v, order_q, order_k, real, options):
 
 # %% ../../nbs/hept/32_attention.ipynb #32lse028
 def _kept(out, lse, real):
-    "Output, and L in two parts, D and N; 0 where there is no point."
+    "Output, and L in two parts that add up to it; 0 where there is no point."
     if real is not None:
         out, lse = out.masked_fill_(~real[..., None], 0), lse.masked_fill(~real, 0)
-    nearest = (-2 * lse).to(out.dtype)
-    return out, (lse + nearest.double() / 2).exp().to(out.dtype), nearest
+    high = lse.to(out.dtype)
+    return out, high, (lse - high).to(out.dtype)
 
 
 def _attend_by_lse(q, k, v, order_q, order_k, real, diagnose, options):
-    "Output (rows, points, width), D and N (rows, points)."
+    "Output (rows, points, width), and two parts of L (rows, points)."
     if diagnose:
         diagnose()
     out, lse, floor = None, None, options["floor"]
@@ -313,14 +314,9 @@ def _attend_by_lse(q, k, v, order_q, order_k, real, diagnose, options):
     return _kept(out[:, : v.shape[-1]].contiguous().view(v.shape), lse.view(q.shape[:2]), real)
 
 # %% ../../nbs/hept/32_attention.ipynb #32lse024
-def _lse(denominator, nearest):
-    "L from its two parts."
-    return denominator.double().log() - nearest.double() / 2
-
-
-def _differentiate_by_lse(grad, q, k, v, order_q, order_k, real, out, denominator, nearest, options):
+def _differentiate_by_lse(grad, q, k, v, order_q, order_k, real, out, high, low, options):
     "Gradients of q, k and v."
-    lse, total = _lse(denominator, nearest).flatten(), None
+    lse, total = (high.double() + low).flatten(), None
     for table in _tables(q, k, v, order_q, order_k, real, options):
         rows = [nn.functional.pad(x.flatten(0, 1), (0, table.v.shape[-1] - v.shape[-1])) for x in (grad, out)]
         found = _differentiate_table(table, *rows, lse)
@@ -350,25 +346,18 @@ def _differentiate_by_loop(kernels, grad, q, k, v, order_q, order_k, real, *rest
     return differentiate_in_loop(kernels, grad, q, k, v, *_listed(order_q, order_k, real), *results, **options)
 
 # %% ../../nbs/hept/32_attention.ipynb #32form08
-def _permuted(*orders):
-    "Whether the orders are permutations of the points."
-    held = [order.clamp(0, order.shape[-1] - 1) for order in orders]
-    seen = [torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all() for order in held]
-    return torch.stack([*seen, *(torch.eq(*pair).all() for pair in zip(orders, held, strict=True))]).all()
-
-
 def _attend_by_programs(q, k, v, order_q, order_k, real, diagnose, options):
     from sparseattn.hept.gpu import attend_on_gpu
-    if diagnose and not _permuted(order_q, order_k):
+    if diagnose:
         diagnose()
     return _kept(*attend_on_gpu(q, k, v, *_listed(order_q, order_k, real), **options), real)
 
 
-def _differentiate_by_programs(grad, q, k, v, order_q, order_k, real, out, denominator, nearest, options):
+def _differentiate_by_programs(grad, q, k, v, order_q, order_k, real, out, high, low, options):
     from sparseattn.hept.gpu import differentiate_on_gpu
     options = {name: options[name] for name in ("union", "block_size")}
     listed = _listed(order_q, order_k, real)
-    found = differentiate_on_gpu(grad, q, k, v, *listed, out, _lse(denominator, nearest), **options)
+    found = differentiate_on_gpu(grad, q, k, v, *listed, out, high.double() + low, **options)
     return found if real is None else [x.masked_fill(~real[..., None], 0) for x in found]
 
 # %% ../../nbs/hept/32_attention.ipynb #32form06
@@ -377,7 +366,7 @@ _BY_PROGRAMS = _attend_by_programs, _differentiate_by_programs
 
 
 def _form(q):
-    if q.is_cuda and q.dtype == torch.float32 and has_triton():
+    if q.dtype == torch.float32 and has_triton(q):
         return _BY_PROGRAMS
     kernels = _loops(q)
     return _BY_LSE if kernels is None else (partial(_attend_by_loop, kernels), partial(_differentiate_by_loop, kernels))
@@ -474,7 +463,8 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
         (b, h, n, e), dtype as `q`; with `return_info` a pair.
 
     Raises:
-        TypeError, ValueError: input that does not fit, is empty or not finite, or an order that is not a permutation.
+        TypeError, ValueError: input that does not fit, is empty or not finite, or an order that is not a permutation
+            (values on a CPU; see `check_values`).
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 500, 24)
@@ -538,12 +528,15 @@ def _check_orders(q, k, **orders):
     shapes = [tuple(order.shape) for order in orders.values()]
     if shapes[0] != shapes[-1]:
         raise ValueError(f"{' and '.join(orders)} must have one shape, got {' and '.join(map(str, shapes))}")
+    check_device(q, **orders)
 
 # %% ../../nbs/hept/32_attention.ipynb #32chec02
 def _check_entries(q, k, v, order_q, order_k):
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_finite(name, x)
     for name, order in (("order_q", order_q), ("order_k", order_k)):
+        if not sees_values(order, memory=True):
+            continue
         last = order.shape[-1] - 1
         low, high = order.aminmax()
         if low < 0 or high > last or not torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all():
@@ -629,7 +622,7 @@ def _without_loop(*inputs):
 
 def _peers(q):
     "On a GPU, see `core.gpu.peers`; FlexAttention has no sum over tables."
-    if not (q.is_cuda and has_triton()):
+    if not has_triton(q):
         return {}
     from sparseattn.core.gpu import peers
     return peers(gathered_attention)

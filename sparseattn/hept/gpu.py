@@ -43,34 +43,35 @@ def _write(x, points, there, values, C: tl.constexpr, C_ALL: tl.constexpr):
 
 # %% ../../nbs/hept/39_block_gpu.ipynb #39expo02
 @triton.jit
-def _exact(x, y, i, j, d, TILE: tl.constexpr):
+def _exact(x, y, i, j, D: tl.constexpr, TILE: tl.constexpr):
     "|x_i - y_j|^2 of one i and many j in float64, channel by channel."
     squares = tl.zeros((TILE,), tl.float64)
-    for c in range(d):
-        apart = tl.load(x + i * d + c).to(tl.float64) - tl.load(y + j * d + c).to(tl.float64)
+    for c in range(D):
+        apart = tl.load(x + i * D + c).to(tl.float64) - tl.load(y + j * D + c).to(tl.float64)
         squares += apart * apart
     return squares
 
 
 @triton.jit
-def _exponent(x, y, i, j, one, many, block_x, block_y, table, points, bar, d, UNION: tl.constexpr,
-              FAR: tl.constexpr, TILE: tl.constexpr):
+def _exponent(x, y, i, j, there, one, many, block_x, block_y, table, points, bar, D: tl.constexpr,
+              UNION: tl.constexpr, FAR: tl.constexpr, TILE: tl.constexpr):
     "-|x_i - y_j|^2/2 of one i and many j, in float64; -inf where an earlier table counts the pair."
     apart = one - many
     squares = tl.sum(apart * apart, 1).to(tl.float64)
-    matters = -0.5 * squares > bar - 64                 # of a weight below e^-64 nothing is left
+    least = squares * (0.5 - (D + 2) * 2.0**-25)        # without what rounding may have added
+    matters = there & (least < 64 - bar)                # of a weight below e^-64 nothing is left
     if tl.max(tl.where(matters, squares, 0), 0) > FAR:  # float32 would leave an error in the exponent
-        squares = _exact(x, y, i, j, d, TILE)
-    counts = squares >= 0
+        squares = _exact(x, y, i, j, D, TILE)
+    exponent = -0.5 * squares
     if UNION:
         for earlier in range(table):
             met = tl.load(block_x + earlier * points + i) == tl.load(block_y + earlier * points + j)
-            counts = counts & ~met
-    return tl.where(counts, -0.5 * squares, float("-inf"))
+            exponent = tl.where(met, float("-inf"), exponent)
+    return exponent
 
 # %% ../../nbs/hept/39_block_gpu.ipynb #39forw02
 @triton.jit
-def _forward(q, k, v, order_q, order_k, count, block_q, block_k, out, log_total, rows, n, d, D: tl.constexpr,
+def _forward(q, k, v, order_q, order_k, count, block_q, block_k, out, log_total, rows, n, D: tl.constexpr,
              E: tl.constexpr, D_ALL: tl.constexpr, E_ALL: tl.constexpr, UNION: tl.constexpr, FAR: tl.constexpr,
              BLOCK: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
     table, row, start, slots, end = _place(count, rows, n, BLOCK, TILES, TILE)
@@ -81,20 +82,21 @@ def _forward(q, k, v, order_q, order_k, count, block_q, block_k, out, log_total,
     for slot in range(start, end):
         j = _points(order_k, table, row, slot, end, rows, n)
         key = _channels(k, j, D, D_ALL)
-        exponent = _exponent(k, q, j, i, key, queries, block_k, block_q, table, rows * n, largest, d, UNION, FAR, TILE)
+        exponent = _exponent(k, q, j, i, there, key, queries, block_k, block_q, table, rows * n, largest, D,
+                             UNION, FAR, TILE)
         most = tl.maximum(largest, exponent)
         shift = tl.where(most > float("-inf"), most, 0)
         weight, shrink = tl.exp((exponent - shift).to(tl.float32)), tl.exp((largest - shift).to(tl.float32))
         total = total * shrink + weight
         summed = summed * shrink[:, None] + weight[:, None] * _channels(v, j, E, E_ALL)
         largest = most
-    whole, own = tl.where(total > 0, total, 1), table * rows * n + i
+    whole, own = tl.where(total == 0, 1, total), table * rows * n + i
     _write(out, own, there, summed / whole[:, None], E, E_ALL)
     tl.store(log_total + own, largest + tl.log(whole).to(tl.float64), mask=there)
 
 # %% ../../nbs/hept/39_block_gpu.ipynb #39back02
 @triton.jit
-def _backward_queries(q, k, v, order_q, order_k, count, block_q, block_k, grad, delta, log_total, to_q, rows, n, d,
+def _backward_queries(q, k, v, order_q, order_k, count, block_q, block_k, grad, delta, log_total, to_q, rows, n,
                       D: tl.constexpr, E: tl.constexpr, D_ALL: tl.constexpr, E_ALL: tl.constexpr, UNION: tl.constexpr,
                       FAR: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
     table, row, start, slots, end = _place(count, rows, n, BLOCK, TILES, TILE)
@@ -104,14 +106,15 @@ def _backward_queries(q, k, v, order_q, order_k, count, block_q, block_k, grad, 
     for slot in range(start, end):
         j = _points(order_k, table, row, slot, end, rows, n)
         key = _channels(k, j, D, D_ALL)
-        exponent = _exponent(k, q, j, i, key, queries, block_k, block_q, table, rows * n, whole, d, UNION, FAR, TILE)
+        exponent = _exponent(k, q, j, i, there, key, queries, block_k, block_q, table, rows * n, whole, D,
+                             UNION, FAR, TILE)
         change = tl.sum(slope * _channels(v, j, E, E_ALL), 1) - lost
         summed += (tl.exp((exponent - whole).to(tl.float32)) * change)[:, None] * (key - queries)
     _write(to_q, table * rows * n + i, there, summed, D, D_ALL)
 
 # %% ../../nbs/hept/39_block_gpu.ipynb #39back04
 @triton.jit
-def _backward_keys(q, k, v, order_q, order_k, count, block_q, block_k, grad, delta, log_total, to_k, to_v, rows, n, d,
+def _backward_keys(q, k, v, order_q, order_k, count, block_q, block_k, grad, delta, log_total, to_k, to_v, rows, n,
                    D: tl.constexpr, E: tl.constexpr, D_ALL: tl.constexpr, E_ALL: tl.constexpr, UNION: tl.constexpr,
                    FAR: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
     table, row, start, slots, end = _place(count, rows, n, BLOCK, TILES, TILE)
@@ -122,7 +125,8 @@ def _backward_keys(q, k, v, order_q, order_k, count, block_q, block_k, grad, del
         i = _points(order_q, table, row, slot, end, rows, n)
         query, slope = _channels(q, i, D, D_ALL), _channels(grad, i, E, E_ALL)
         whole = tl.load(log_total + i)
-        exponent = _exponent(q, k, i, j, query, keys, block_q, block_k, table, rows * n, whole, d, UNION, FAR, TILE)
+        exponent = _exponent(q, k, i, j, there, query, keys, block_q, block_k, table, rows * n, whole, D,
+                             UNION, FAR, TILE)
         weight = tl.exp((exponent - whole).to(tl.float32))
         change = tl.sum(slope * values, 1) - tl.load(delta + i)
         by_value += weight[:, None] * slope
@@ -140,9 +144,9 @@ def _launch(kernel, tensors, order, d, e, union, block_size):
     tables, rows, n = order.shape
     tile = min(_TILE, max(16, triton.next_power_of_2(block_size)))
     tiles = -(-block_size // tile)
-    with torch.cuda.device_of(order):
+    with torch.cuda.device_of(tensors[0]):
         kernel[(tables * rows * -(-n // block_size) * tiles,)](
-            *tensors, rows, n, d, D=d, E=e, D_ALL=triton.next_power_of_2(d), E_ALL=triton.next_power_of_2(e),
+            *tensors, rows, n, D=d, E=e, D_ALL=triton.next_power_of_2(d), E_ALL=triton.next_power_of_2(e),
             UNION=union, FAR=128.0, BLOCK=block_size, TILES=tiles, TILE=tile, num_warps=_WARPS)
 
 

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_generator, check_mask,
-                                       check_qkv, check_qkv_form, check_scale, checked_cloud, composed_gradients,
-                                       dense_attention, fused_attention, has_values, hide_masked, transformed)
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_device, check_generator,
+                                       check_mask, check_qkv, check_qkv_form, check_scale, checked_cloud,
+                                       composed_gradients, dense_attention, fused_attention, has_values, hide_masked,
+                                       transformed)
 from ..core.native import c_kernels, c_source
 from ..core.points import has_triton
 from ..core.transformer import head_channels, register_attention
@@ -134,7 +135,7 @@ def _attend_backward_in_c(kernels, q, k, v, order, count, share, form, scale, gr
 # %% ../../nbs/sampled/51_attention.ipynb #d95fe4f3
 def _on_gpu(x):
     "Whether the kernels of `59_cycle_gpu` serve a tensor; half precision is theirs to widen."
-    return x.is_cuda and has_triton()
+    return has_triton(x)
 
 
 def _forms(x, diagnose=None):
@@ -248,6 +249,7 @@ def _check_input(q, k, v, order, mask, impl, scale):
 # %% ../../nbs/sampled/51_attention.ipynb #51chkfn2
 def _check_order_fits(order, q):
     _check_order_form("order", order, q.shape[2])
+    check_device(q, order=order)
     if order.shape[:-1] not in ((), q.shape[:1], q.shape[:2]):
         raise ValueError(f"order must have shape (n,), (b, n) or (b, h, n), got {tuple(order.shape)}")
 
@@ -673,7 +675,7 @@ def _gathered(q, k, v, order):
 
 def _peers(q, order):
     "On a GPU, see `core.gpu.peers`; FlexAttention up to 8192 points."
-    if not (q.is_cuda and has_triton()):
+    if not has_triton(q):
         return {}
     from sparseattn.core.gpu import peers
     return peers(_gathered, cycle_pattern(order).expand(q.shape[1], -1, -1) if q.shape[2] <= 8192 else None)

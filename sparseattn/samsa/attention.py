@@ -510,7 +510,7 @@ def _expanded(q, k, v, scores, samples):
 
 def _peers(q):
     "On a GPU, see `core.gpu.peers`; FlexAttention walks over all keys of a tile, of which a sample touches every one."
-    if not (q.is_cuda and has_triton()):
+    if not has_triton(q):
         return {}
     from sparseattn.core.gpu import peers
     return peers(_expanded)

@@ -417,7 +417,7 @@ def _dense_from_list(q, k, v, edges):
 
 def _peers(q, k, v, edges):
     "On a GPU, see `core.gpu.peers`; FlexAttention up to 8192 tokens of one item."
-    if not (q.is_cuda and has_triton()):
+    if not has_triton(q):
         return {}
     from sparseattn.core.gpu import peers
     small = len(q) == 1 and q.shape[2] <= 8192

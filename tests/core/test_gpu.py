@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparseattn.core import attention
+from sparseattn.core import attention, points
 from sparseattn.core.attention import PRESENCE_RULES, edge_attention
 
 pytest.importorskip("triton", reason="needs Triton, the extra named gpu")
@@ -21,34 +21,41 @@ def given(n, m, density, widths=(5, 7), dtype=torch.float64, seed=0, size=1.0):
     return (q * size, k * size, v), row, column.int(), torch.randn(n, widths[1], generator=g).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("n, m, density, size", [(1, 1, 0.0, 1), (3, 9, 1.0, 1), (5, 90, 0.9, 1), (12, 20, 0.2, 30)])
-def test_equals_the_composed_form(n, m, density, size, dtype):
+def forward_and_backward(rows, row, column, grad):
+    "Output, logarithm of the summed weights, gradients, and scores and changes."
     from sparseattn.core import gpu
 
+    starts, transposed = attention._starts(row, len(rows[0])), attention._transposed(row, column, len(rows[1]))
+    out, log_total = gpu.attend(*rows, starts, column, 0.3)
+    return out, log_total, *gpu.attend_backward(*rows, starts, column, transposed, out, log_total, grad, 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "n, m, density, size", [(1, 1, 0.0, 1), (3, 9, 1.0, 1), (5, 90, 0.9, 1), (90, 5, 0.9, 1), (12, 20, 0.2, 30)]
+)
+def test_equals_the_composed_form(n, m, density, size, dtype):
     rows, row, column, grad = given(n, m, density, dtype=dtype, size=size)
     leaves = [x.double().requires_grad_() for x in rows]
     literal = attention._composed_on_list(*leaves, None, None, row, column, None, None, 0.3, "weight")
     expected = literal, *torch.autograd.grad(literal, leaves, grad.double())
-    starts, transposed = attention._starts(row, n), attention._transposed(row, column, m)
-    out, log_total = gpu.attend(*rows, starts, column, 0.3)
-    found = out, *gpu.attend_backward(*rows, starts, column, transposed, out, log_total, grad, 0.3)[:3]
+    out, log_total, *found = forward_and_backward(rows, row, column, grad)
     tolerance = 1e-11 if dtype == torch.float64 else 2e-4 if size > 1 else 5e-6
-    for ours, exact in zip(found, expected, strict=True):
+    for ours, exact in zip((out, *found[:3]), expected, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
     assert not out[0].any() and log_total[0] == -torch.inf
 
 
 def test_half_precision_is_computed_in_float32():
-    from sparseattn.core import gpu
-
-    (q, k, v), row, column, _ = given(9, 30, 0.5, dtype=torch.float16)
-    starts = attention._starts(row, 9)
-    out, log_total = gpu.attend(q, k, v, starts, column, 0.3)
-    exact, total = gpu.attend(q.float(), k.float(), v.float(), starts, column, 0.3)
-    assert out.dtype == torch.float16 and log_total.equal(total)
+    rows, row, column, grad = given(9, 30, 0.5, dtype=torch.float16)
+    out, log_total, *found = forward_and_backward(rows, row, column, grad)
+    exact, total, *expected = forward_and_backward([x.float() for x in rows], row, column, grad.float())
+    assert log_total.equal(total)
     torch.testing.assert_close(out.float(), exact, rtol=2e-3, atol=1e-4)  # one rounding, at the end
+    for ours, wide in zip(found[:3], expected[:3], strict=True):
+        assert out.dtype == ours.dtype == torch.float16
+        torch.testing.assert_close(ours.float(), wide, rtol=2e-3, atol=1e-3)  # and that of the output, which they read
 
 
 @pytest.mark.parametrize("rule", PRESENCE_RULES)
@@ -72,41 +79,36 @@ def test_the_function_takes_them(rule, monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter runs one program after the other")
 def test_a_run_repeats_bit_by_bit():
-    from sparseattn.core import gpu
-
-    rows, row, column, grad = given(4, 70, 0.9, dtype=torch.float32)
-    starts, transposed = attention._starts(row, 4), attention._transposed(row, column, 70)
-
-    def results():
-        out, total = gpu.attend(*rows, starts, column, 0.3)
-        return gpu.attend_backward(*rows, starts, column, transposed, out, total, grad, 0.3)
-
-    assert all(map(torch.equal, results(), results()))
+    inputs = given(4, 70, 0.9, dtype=torch.float32)
+    assert all(map(torch.equal, forward_and_backward(*inputs), forward_and_backward(*inputs)))
 
 
 COMPILED = """
-import triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from sparseattn.core import gpu
 
 types = dict(starts="*i32", column="*i32", row="*i32", order="*i64")
-for half, processor in ((False, 80), (True, 90)):
-    rows = dict.fromkeys(("q", "k", "v", "out", "grad", "to_q", "to_k", "to_v"), "*bf16" if half else "*fp32")
-    for kernel in (gpu._forward, gpu._backward_queries, gpu._backward_keys):
-        constants = dict(SCALE=0.125, D=48, E=64, D_ALL=64, E_ALL=64, REAL=tl.float32, EDGES=64, SUMMED=True)
-        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        known = types | rows | dict.fromkeys(constants, "constexpr")
-        names = {name: known.get(name, "*fp32") for name in kernel.arg_names}
-        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        triton.compile(ASTSource(kernel, signature=names, constexprs=places), target=GPUTarget("cuda", processor, 32))
-print("compiled")
+constants = dict(SCALE=0.125, D=48, E=64, D_ALL=64, E_ALL=64, REAL=tl.float32, EDGES=64, SUMMED=True)
+half = dict.fromkeys(("q", "k", "v", "out", "grad", "to_q", "to_k", "to_v"), "*bf16")
+for kernel in (gpu._forward, gpu._backward_queries, gpu._backward_keys):
+    compiled(kernel, 80, types, constants)
+    compiled(kernel, 90, types | half, constants)
+"""
+
+FARTHEST = """
+from sparseattn.core import points
+
+types = dict(n="i32", m="i32", picks="*i64")
+farthest = compiled(points._compiled_program(), 90, types, dict(AXES=3, BLOCK=1024), enable_fp_fusion=False)
+assert "fma.rn.f32" not in farthest  # multiplication and addition are rounded apart, as the definition rounds them
 """
 
 
-def test_compiles_for_two_generations_of_processors(compile_without_gpu):
-    compile_without_gpu(COMPILED)
+@pytest.mark.parametrize("script", [COMPILED, FARTHEST], ids=["edges", "farthest points"])
+def test_compiles_for_nvidia(compile_without_gpu, script):
+    compile_without_gpu(script)
 
 
 @pytest.mark.gpu
@@ -142,6 +144,23 @@ def test_flex_attention_is_what_the_list_gives(n, m, density):
         found.append((out, *(torch.autograd.grad(out.square().sum(), leaves) if learns else ())))
     for flex, listed in zip(*found, strict=True):
         torch.testing.assert_close(flex, listed, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("capability, compiles", [((6, 1), False), ((7, 0), True)])
+def test_triton_needs_a_gpu_that_it_compiles_for(monkeypatch, capability, compiles):
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    assert points._compiles_for(0) is compiles
+
+
+@pytest.mark.parametrize("name", ["k", "v", "edges", "presence", "candidates", "absence"])
+def test_what_lies_on_another_device_is_named(name):
+    x, edges = torch.zeros(1, 1, 3, 4, device=DEVICE), torch.tensor([[0, 0], [1, 1], [0, 2]], device=DEVICE)
+    pair = x[0, 0, 0, :2]
+    tensors = dict(q=x, k=x, v=x, edges=edges, presence=pair, candidates=edges.flip(1), absence=pair)
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} must lie on {DEVICE}"):
+        edge_attention(**tensors)
 
 
 def test_peers_stand_beside_kernels_on_a_gpu_alone():

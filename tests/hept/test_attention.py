@@ -355,6 +355,17 @@ def test_two_far_clusters_in_one_block(gap):
     assert max(relative(a, b) for a, b in zip(ours, exact, strict=True)) <= 1e-5
 
 
+@pytest.mark.parametrize("place", [1e5, 3.3e5])
+def test_gradients_of_a_query_far_from_every_key(place):
+    q, k, v, *orders = make(dtype=torch.float32)
+    q[:, :, 2] += place
+    exact = output_and_gradients(
+        lambda *x: hept_attention(*x, *orders, block_size=4, impl="reference"), *(x.double() for x in (q, k, v))
+    )
+    ours = output_and_gradients(lambda *x: hept_attention(*x, *orders, block_size=4), q, k, v)
+    assert max(relative(a, b) for a, b in zip(ours, exact, strict=True)) <= 1e-4
+
+
 @pytest.mark.parametrize("dtype, far, tolerance", [(torch.float64, 80.0, 1e-9), (torch.float32, 30.0, 1e-4)])
 @pytest.mark.parametrize("combine", ["sum", "union"])
 def test_weights_that_underflow_are_normalised(dtype, far, tolerance, combine):

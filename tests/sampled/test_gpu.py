@@ -46,11 +46,16 @@ def test_equals_torch(n, lead, by_point, padded, dtype):
 def test_half_precision_is_computed_in_float32():
     from sparseattn.sampled import gpu
 
-    given, _, _ = _given(33, (), False, False, torch.float16)
-    out, share = gpu.attend(*_to(given), (2, 3, False), 0.3)
-    exact, _ = attention._attend(*(x.float() for x in given[:3]), *given[3:], (2, 3, False), 0.3)
-    assert out.dtype == torch.float16 and share.dtype == torch.float32
-    torch.testing.assert_close(out.cpu().float(), exact, rtol=2e-3, atol=1e-4)  # one rounding, at the end
+    (given, grad, _), form = _given(33, (), False, False, torch.float16), (2, 3, False)
+    out, share = gpu.attend(*_to(given), form, 0.3)
+    found = out, *gpu.attend_backward(*_to(given), share, form, 0.3, grad.to(DEVICE))
+    wide = *(x.float() for x in given[:3]), *given[3:]
+    exact, of_wide = attention._attend(*wide, form, 0.3)
+    expected = exact, *attention._attend_backward(*wide, of_wide, form, 0.3, grad.float())
+    assert share.dtype == torch.float32
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == torch.float16
+        torch.testing.assert_close(x.cpu().float(), y, rtol=2e-3, atol=1e-4)  # one rounding, at the end
 
 
 def test_the_layer_takes_them(monkeypatch):
@@ -66,29 +71,22 @@ def test_the_layer_takes_them(monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "order", "mask"])
+def test_what_lies_on_another_device_is_named(name):
+    x, mask = torch.zeros(1, 1, 5, 4, device=DEVICE), torch.ones(1, 5, dtype=torch.bool, device=DEVICE)
+    tensors = dict(q=x, k=x, v=x, order=sample_cycle(5, device=DEVICE), mask=mask)
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} must lie on {DEVICE}"):
+        attention.cycle_attention(**tensors)
+
+
 COMPILED = """
-import triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from sparseattn.core import points
 from sparseattn.sampled import gpu
 
-
-def compiled(kernel, types, constants, processor, **options):
-    names = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
-    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature=names, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", processor, 32), options=options).asm["ptx"]
-
-
-integers = dict.fromkeys(("n", "m", "heads", "by_cloud", "by_head"), "i32")
-types = integers | dict.fromkeys(("order", "count", "picks"), "*i64")
+types = dict.fromkeys(("n", "heads", "by_cloud", "by_head"), "i32") | dict.fromkeys(("order", "count"), "*i64")
 constants = dict(SCALE=0.125, D=64, E=64, D_ALL=64, E_ALL=64, REAL=tl.float32, PLACES=16, BY_POINT=True, PADDED=True)
 for kernel, processor in ((gpu._forward, 90), (gpu._backward, 80), (gpu._backward, 90)):
-    compiled(kernel, types, constants, processor)
-farthest = compiled(points._compiled_program(), types, dict(AXES=3, BLOCK=1024), 90, enable_fp_fusion=False)
-assert "fma.rn.f32" not in farthest  # multiplication and addition are rounded apart, as the definition rounds them
-print("compiled")
+    compiled(kernel, processor, types, constants)
 """
 
 
