@@ -54,6 +54,12 @@ def test_the_paper_s_network_is_the_other_one(task, data, built):
         assert _arena.updates(net, inputs).shape == (1,) and (_arena.updates(net, inputs) > 0).all()
 
 
+def test_only_the_paper_s_recipe_has_no_limit_on_gradients():
+    for study in STUDIES.values():
+        clips = {scale: study.at(scale)["clip"] for scale in ("smoke", "cpu", "gpu", "paper")}
+        assert clips == dict(smoke=2.0, cpu=2.0, gpu=2.0, paper=None)
+
+
 def test_rows_sample_the_paper_s_share_of_their_sequences(data, built):
     for task in TASKS:
         for row in ("hard 128", "soft 512"):
