@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TASKS', 'LENGTH', 'FEATURES', 'FLOORS', 'METHODS', 'REPEATED', 'COLUMNS', 'CONTROLS', 'official_expressions', 'load',
            'missing', 'grams', 'methods', 'settings', 'with_density', 'stay_random', 'Reader', 'network', 'loss',
-           'updates', 'drawn', 'study', 'part', 'read', 'kept', 'idle', 'last', 'standing', 'gap', 'worth', 'gain',
-           'level']
+           'updates', 'drawn', 'study', 'part', 'read', 'kept', 'idle', 'last', 'standing', 'best_rule', 'passed',
+           'gap', 'worth', 'gain', 'level']
 
 # %% ../../nbs/atlas/96_arena.ipynb #96exp002
 import csv
@@ -213,7 +213,7 @@ def settings(task):
         "rates": ([1e-3], [2e-3], [1e-3], [own["rate"]], f"{own['rate']:g}, 1e-3"),
         "optimiser": ("adamw",) * 4 + ("AdamW",),
         "weight decay": (0.01, 0.01, 0.01, 0.0, "0, 0.01"),
-        "clip": (2.0,) * 4 + ("none, 2",),
+        "clip": (2.0, 2.0, 2.0, None, "none, 2"),
         "schedule": ("cosine",) * 4 + ("linear, cosine",),
         "warm-up": (0, steps // 10, steps // 10, warm, f"{warm:,}, 2,000"),
         "precision": ("float32", "float32", "tf32", "float32", "mixed, not given"),
@@ -427,6 +427,29 @@ def standing(found, paper=None):
     made["clears"] = made["clears"].where(~off, "off: attention adds less than 1 %")
     return made.assign(data="; ".join(found.sources()), scale=found.scale)[COLUMNS]
 
+# %% ../../nbs/atlas/96_arena.ipynb #96rea2d
+def best_rule(table):
+    """Name and percent of the best rule of a task's table."""
+    rules = table[(table["clears"] == "a floor") & (table["row"] != "untrained")]
+    best = rules.loc[rules["ours"].idxmax()]
+    return best["row"], float(best["ours"])
+
+
+def passed(table):
+    """How many rows with attention are two standard errors above the best rule, and above the network without, in words.
+
+    Args:
+        table: of `accuracies` or `standing`, of one task.
+    """
+    rule, percent = best_rule(table)
+    trained = table[(table["clears"] != "a floor") & ~table["row"].str.startswith("no attention")]
+    if trained.empty:
+        return f"only floors so far, the best rule is {rule}, {percent:.1f} %"
+    below = [clears.removeprefix("no: ").split(", ") for clears in trained["clears"] if not clears.startswith("off")]
+    above, ahead = (sum(floor not in names for names in below) for floor in (rule, "no attention"))
+    known = f", {ahead} above the network without attention" if "no attention" in set(table["row"]) else ""
+    return f"of {len(trained)} rows with attention {above} are two standard errors above the best rule ({rule}, {percent:.1f} %){known}"
+
 # %% ../../nbs/atlas/96_arena.ipynb #96rea003
 CONTROLS = ("no attention", "random masks", "random 256")
 
@@ -436,13 +459,20 @@ def gap(found, one, other):
     return experiment(found, one, other, beside=_BESIDE)
 
 # %% ../../nbs/atlas/96_arena.ipynb #96rea3b
+def _line(found, one, other):
+    """A line of `worth`."""
+    line = {"row": one, "minus": other, "points": math.nan, "low": math.nan, "high": math.nan, "over": ""}
+    if lacking := [row for row in (one, other) if row not in found.rows()]:
+        return line | {"withheld because": f"no record of {', '.join(lacking)}"}
+    made = gap(found, one, other)
+    x, why = made.interval, [f"the attention of {row} is off" for row in (one, other) if idle(found, row)]
+    why += [f"not above {', '.join(made.below)}"] if made.below else []
+    return line | {"points": x.value, "low": x.low, "high": x.high, "over": x.over, "withheld because": "; ".join(why)}
+
+
 def worth(found, pairs):
-    """Points that one row is above another, a line a pair."""
-    table = standing(found).set_index("row")["clears"]
-    sound = {row for row, clears in table.items() if clears == "yes" or row in CONTROLS}
-    lines = [(one, other, gap(found, one, other).interval) for one, other in pairs if {one, other} <= sound]
-    return [{"row": one, "minus": other, "points": x.value, "low": x.low, "high": x.high, "over": x.over}
-            for one, other, x in lines]
+    """Points that one row is above another, and why they are withheld if they are: a line a pair."""
+    return [_line(found, one, other) for one, other in pairs]
 
 # %% ../../nbs/atlas/96_arena.ipynb #96rea3c
 def _sources(found, *rows):

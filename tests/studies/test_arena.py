@@ -4,9 +4,11 @@ import gzip
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sparseattn.data.sequences import listops_decode, listops_encode, listops_solve, load_task
+from sparseattn.lab.decide import Experiment
 from sparseattn.lab.study import records
 from sparseattn.samsa.models import EqualScores, SequenceNetwork, inference_modes, sampling_layers
 from sparseattn.sbm.models import density
@@ -50,6 +52,12 @@ def test_the_paper_s_network_is_the_other_one(task, data, built):
     for net in (shared, paper):
         assert net(**inputs).shape == (16, data[task]["_sizes"][1])
         assert _arena.updates(net, inputs).shape == (1,) and (_arena.updates(net, inputs) > 0).all()
+
+
+def test_only_the_paper_s_recipe_has_no_limit_on_gradients():
+    for study in STUDIES.values():
+        clips = {scale: study.at(scale)["clip"] for scale in ("smoke", "cpu", "gpu", "paper")}
+        assert clips == dict(smoke=2.0, cpu=2.0, gpu=2.0, paper=None)
 
 
 def test_rows_sample_the_paper_s_share_of_their_sequences(data, built):
@@ -171,7 +179,9 @@ def test_what_is_off_is_said_and_left_out(tmp_path):
     assert table["paper"]["full"] == 40 and table["update"]["full"] > 0.01
     assert table["multiplier"]["hard 256, from 0"] < 0.01
     assert table["density"]["full"] == 1 and 0.2 < table["density"]["SBM, weight 0.1"] < 0.3
-    assert _arena.worth(found, [("hard 256, from 0", "no attention")]) == []
+    off, lacking = _arena.worth(found, [("hard 256, from 0", "no attention"), ("full", "SBM")])
+    assert off["withheld because"].startswith("the attention of hard 256, from 0 is off") and np.isfinite(off["points"])
+    assert lacking["withheld because"] == "no record of SBM" and np.isnan(lacking["points"])
     kept = found.first("SBM, weight 0.1")["drawn"]
     shapes = {name: kept[name]["shape"] for name in ("attended", "items", "losses")}
     assert shapes == {"attended": [16, 2, 64], "items": [16, 1], "losses": [16]}
@@ -181,6 +191,30 @@ def test_what_is_off_is_said_and_left_out(tmp_path):
     run = SimpleNamespace(scale="smoke", decide=lambda id, **facts: decided.setdefault(id, facts["evidence"]))
     _arena.gain(run, found, "X", "hard 256, from 0", "full"), _arena.level(run, found, "Y", "full", 40.0)
     assert "the attention of hard 256, from 0 is off" in decided["X"] and "off" not in decided["Y"]
+
+
+def test_what_rows_pass_is_counted():
+    lines = [("rule", 40.0, "a floor"), ("lower rule", 20.0, "a floor"), ("untrained", 50.0, "a floor"),
+             ("no attention", 30.0, "no: rule"), ("full", 35.0, "no: rule"), ("SBM", 45.0, "yes"),
+             ("hard 256", 30.0, "no: rule, no attention"), ("soft 256", 60.0, "off: attention adds less than 1 %")]
+    table = pd.DataFrame(lines, columns=["row", "ours", "clears"])
+    assert _arena.best_rule(table) == ("rule", 40.0)
+    said = "of 4 rows with attention 1 are two standard errors above the best rule (rule, 40.0 %)"
+    assert _arena.passed(table) == f"{said}, 2 above the network without attention"
+    assert _arena.passed(table.drop(index=3)) == said
+    assert _arena.passed(table[:3]) == "only floors so far, the best rule is rule, 40.0 %"
+
+
+def test_a_difference_is_withheld_for_what_either_row_does_not_clear(monkeypatch):
+    right, found = np.arange(100) < 80, SimpleNamespace(rows=lambda: ["full", "random masks"])
+    monkeypatch.setattr(_arena, "idle", lambda found, row: False)
+    made = {"full": {0: right, 1: right}, "random masks": {0: ~right, 1: ~right}}
+    monkeypatch.setattr(_arena, "gap", lambda *_: Experiment(made, {"coin": np.arange(100) % 2}))
+    line, = _arena.worth(found, [("full", "random masks")])
+    assert line["withheld because"] == "not above coin (by random masks)" and line["points"] == pytest.approx(0.6)
+    made["random masks"] = {0: right, 1: right}
+    line, = _arena.worth(found, [("full", "random masks")])
+    assert line["withheld because"] == "" and line["points"] == 0
 
 
 def test_rows_are_repeated_where_statements_hang_on_them():
