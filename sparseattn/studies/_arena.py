@@ -466,7 +466,7 @@ def _line(found, one, other):
         return line | {"withheld because": f"no record of {', '.join(lacking)}"}
     made = gap(found, one, other)
     x, why = made.interval, [f"the attention of {row} is off" for row in (one, other) if idle(found, row)]
-    why += [f"not above {', '.join(made.below)}"] if made.below else []
+    why += [f"{row} is not above {', '.join(floors)}" for row, floors in made.below.items()]
     return line | {"points": x.value, "low": x.low, "high": x.high, "over": x.over, "withheld because": "; ".join(why)}
 
 
