@@ -901,8 +901,6 @@ def _composed_on_list(q, k, v, presence, absence, row, column, absent_row, absen
 # %% ../../nbs/core/00_attention.ipynb #sbm00g01
 def _on_gpu(x):
     "Whether the programs of `09_gpu` serve a tensor; half precision is theirs to widen."
-    if not x.is_cuda:
-        return False
     from .points import has_triton
     return has_triton(x)
 
