@@ -49,7 +49,7 @@ class check_values:
     def __exit__(self, *_):
         check_values.on = self.before
 
-
+# %% ../../nbs/core/00_attention.ipynb #spl00001
 def has_values(x: Tensor) -> bool:
     """Whether a tensor has values now: it is none that is traced, made up, or wrapped by `torch.func`.
 
@@ -177,7 +177,7 @@ def check_boolean(name: str, x: Tensor, shape: Sequence[int] | None = None) -> N
     if x.dim() > len(shape) or any(a not in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{name} must broadcast to shape {tuple(shape)}, got {tuple(x.shape)}")
 
-
+# %% ../../nbs/core/00_attention.ipynb #spl00002
 def check_count(name: str, value: int, least: int = 1) -> None:
     """Refuse what is not an integer of at least 1, or `least`.
 
@@ -308,7 +308,7 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     if isinstance(weight, Tensor) and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"x must have the dtype of weight, {weight.dtype}, got {x.dtype}")
 
-
+# %% ../../nbs/core/00_attention.ipynb #spl00003
 def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None, mask: Bool[Tensor, "b n"] | None,
                   channels: int, coord_dims: int = 0, weight: Tensor | None = None):
     """Input of a module: refused if it does not fit, returned with masked points set to 0.
@@ -442,7 +442,7 @@ def dense_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
     weights = masked_softmax(attention_logits(q, k, kernel=kernel, scale=scale), _allowed(mask, pattern, q, k))
     return (weights @ v).to(dtype)
 
-
+# %% ../../nbs/core/00_attention.ipynb #spl00004
 def check_scale(scale: float | None) -> None:
     """Refuse a factor of the scores that is no finite number; None is the function's own.
 

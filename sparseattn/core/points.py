@@ -375,6 +375,7 @@ def has_triton(x: Tensor) -> bool:
     return x.is_cuda and _compiles_for(x.device.index)
 
 
+@functools.cache
 def _compiles_for(gpu):
     "Whether Triton is there, and compiles for a GPU: compute capability 7.0 or higher."
     found = importlib.util.find_spec("triton") is not None and getattr(torch._C, "_cuda_getDeviceCount", int)() > 0

@@ -351,9 +351,8 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
     if side and low > 0:
         return Decision("partly", f"{numbers}; {_by_direction(paper)}")
     if high < near or far < low or (side and high <= 0):
-        return Decision("not reproduced", f"{numbers}; the interval leaves out {_asked(paper)}")
-    return Decision("undecided", f"{numbers}; the interval holds {_asked(paper)} and its contrary; {unseen}")
-
+        return Decision("not reproduced", f"{numbers}; the interval leaves out {_expected(paper)}")
+    return Decision("undecided", f"{numbers}; the interval holds {_expected(paper)} and its contrary; {unseen}")
 
 # %% ../../nbs/lab/82_decide.ipynb #b4c40683
 def _within(paper, tolerance, sign, difference):
@@ -376,7 +375,7 @@ def _said(paper, sign):
     return f"expected {'above' if sign > 0 else 'below'} 0" if paper is None else f"paper {paper:g}"
 
 
-def _asked(paper):
+def _expected(paper):
     return "what was expected" if paper is None else "the paper's value"
 
 

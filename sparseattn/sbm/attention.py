@@ -236,11 +236,11 @@ def _among(edges, real, heads):
 # %% ../../nbs/sbm/41_attention.ipynb #41lst001
 def _known(pairs, edges, n):
     "Which of the pairs are edges."
-    asked, known = ((x[0] * n + x[1]) * n + x[2] for x in (pairs, edges))
+    wanted, known = ((x[0] * n + x[1]) * n + x[2] for x in (pairs, edges))
     known = known.sort().values
     if not len(known):
-        return torch.zeros_like(asked, dtype=torch.bool)
-    return known[torch.searchsorted(known, asked).clamp(max=len(known) - 1)] == asked
+        return torch.zeros_like(wanted, dtype=torch.bool)
+    return known[torch.searchsorted(known, wanted).clamp(max=len(known) - 1)] == wanted
 
 
 def _absence(a, z, pairs, sampler):

@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import sparseattn
 from sparseattn.data.cache import data_path, have_data
@@ -16,6 +17,7 @@ from sparseattn.hept.models import (
     EmbeddingHead,
     HEPTModel,
     Pairs,
+    draw_negatives,
     focal_loss,
     info_nce,
     load_released,
@@ -167,6 +169,25 @@ def test_no_pairs():
         assert len(pairs.anchor) == len(pairs.hits) == 0
         with pytest.raises(ValueError, match="pairs: no particle has two valid hits"):
             info_nce(torch.randn(60, 3), pairs)
+
+
+def test_drawn_negatives_are_uniform_and_of_other_particles():
+    """A chi-square test over all anchors, 50,000 hits each, with a false-alarm rate of 1e-4."""
+    place, particle, valid = cloud()
+    pairs = training_pairs(place, particle, valid, negatives=5, radius=0.3)
+    more = draw_negatives(pairs, particle, 50_000, source())
+    assert torch.equal(more.negatives[:, :5], pairs.negatives)
+    assert torch.equal(more.hits, pairs.hits) and torch.equal(more.row, pairs.row)
+    drawn = more.negatives[:, 5:]
+    own = particle[pairs.hits][:, None] == particle  # (anchors, hits)
+    rows = drawn >= 0
+    assert not own.gather(1, drawn.clamp(min=0))[rows].any()
+    counts = torch.stack([row[row >= 0].bincount(minlength=len(particle)) for row in drawn])
+    found = torch.cat([counts, (~rows).sum(1, keepdim=True)], 1).double()
+    expected = 50_000 / len(particle) * torch.cat([(~own).double(), own.sum(1, keepdim=True)], 1)
+    there = expected > 0
+    statistic = ((found - expected).square() / expected)[there].sum()
+    assert stats.chi2.sf(statistic.item(), int(there.sum()) - len(drawn)) > 1e-4
 
 
 def test_pairs_refuse_different_lengths():

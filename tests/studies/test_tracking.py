@@ -7,10 +7,13 @@ from sparseattn.hept.layer import PointHash
 from sparseattn.studies.tracking import (
     AFTER,
     COUNTS,
+    DRAWN,
     RADII,
+    ROWS,
     STUDY,
     OriginalKernel,
     _for_whole_events,
+    batches,
     find_tracks,
     network,
     whole,
@@ -36,6 +39,22 @@ def test_the_successor_sees_the_direction_alone():
         model = network(row, setting, data).eval()
         assert torch.equal(model(x, cloud), model(x, moved))
         assert not torch.equal(model(x, cloud), model(x, cloud.flip(1)))
+
+
+def test_drawn_negatives_stand_for_the_farther_half():
+    """A row and its twin see the same clouds and the same near negatives; the drawn ones are new in every step."""
+    setting = STUDY.at("smoke") | {"epoch": 4}
+    data = {"train": {"example": [collisions.positions_only(c) for c in collisions.example_clouds()[:3]]}, "_pairs": {}}
+    for name in DRAWN:
+        row, half = name.removesuffix(", drawn"), setting["negatives"] // 2
+        assert ROWS[name] == {k: v for k, v in ROWS[row].items() if k != "seeds"} | {"drawn": True, "seeds": 1}
+        one, other = (list(batches(r, setting, data, 0, 0)) for r in (row, name))
+        for a, b in zip(one, other, strict=True):
+            near, far = a["pairs"].negatives, b["pairs"].negatives
+            assert torch.equal(a["x"], b["x"]) and near.shape == far.shape
+            assert torch.equal(near[:, :half], far[:, :half]) and not torch.equal(near[:, half:], far[:, half:])
+        same = next(b for b in other[1:] if torch.equal(b["x"], other[0]["x"]))
+        assert not torch.equal(same["pairs"].negatives, other[0]["pairs"].negatives)
 
 
 def test_an_embedding_that_knows_the_particles_finds_all_tracks():
