@@ -24,11 +24,15 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+# jsonschema takes it where it is there: a grammar of web addresses, three times what papermill needs to start
+sys.modules.setdefault("rfc3987_syntax", None)
 
 PACKAGE = "sparseattn"
 LIBRARIES = ("torch", "numpy", "scipy")  #: their versions count too
