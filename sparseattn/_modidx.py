@@ -2227,6 +2227,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sparseattn.lab.decide._row': ('lab/decide.html#_row', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide._said': ('lab/decide.html#_said', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide._step': ('lab/decide.html#_step', 'sparseattn/lab/decide.py'),
+                                       'sparseattn.lab.decide._unseen': ('lab/decide.html#_unseen', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide._value_of': ('lab/decide.html#_value_of', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide._within': ('lab/decide.html#_within', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide.clears': ('lab/decide.html#clears', 'sparseattn/lab/decide.py'),

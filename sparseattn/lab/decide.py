@@ -24,11 +24,12 @@ class Interval:
     Attributes:
         value, low, high: in units of the outcomes.
         se: standard error; infinite where it cannot be seen.
-        sd: standard deviation over seeds, nan where there are fewer than two.
-        seeds, items: how many varied; 0 = they were not varied.
+        sd: standard deviation over seeds, nan where there are fewer than two; of two rows with other seeds, in squares.
+        seeds, items: how many varied, of two rows the fewer; 0 = they were not varied.
         level: of the interval.
         over: "seeds", "seeds and items", "items" (no row was trained), or "items only": a row was trained once, so that
-            the interval does not hold what another training would give, and decides nothing about trainings.
+            the interval decides nothing about trainings (it takes that row to scatter as the other one does, if known).
+        trainings: seeds of each of two rows with different ones.
     """
 
     value: float
@@ -40,6 +41,7 @@ class Interval:
     items: int = 0
     level: float = 0.95
     over: str = "seeds"
+    trainings: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not self.low <= self.value <= self.high:
@@ -53,6 +55,8 @@ class Interval:
     def __str__(self):
         once = self.over == "items only"
         counts = [_count(n, name) for n, name in ((0 if once else self.seeds, "seed"), (self.items, "item")) if n]
+        if len(set(self.trainings)) > 1 and not once:
+            counts[0] = " and ".join(map(str, self.trainings)) + " seeds"
         sd = f", sd {'missing' if math.isnan(self.sd) else format(self.sd, '.3g')}" if self.seeds else ""
         sd = ", trained once" if once else sd
         limits = f"[{self.low:.4g}, {self.high:.4g}]"
@@ -126,7 +130,7 @@ def _over_items(rows, signs, statistic, clusters, level, draws, seed):
         raise ValueError("statistic: not finite on some of the resampled items")
     few, tail = math.sqrt(count / (count - 1)), (1 + level) / 2
     wide, least = few * stats.t.ppf(tail, count - 1) / stats.norm.ppf(tail), -math.log(1 - tail) / count
-    least *= _step(rows) if statistic is None else 0
+    least *= _step(rows) if statistic is None and clusters is None else 0
     low, high = wide * np.quantile(drawn, [1 - tail, tail])
     return count, max(-low, least, 0.0), max(high, least, 0.0), few * float(drawn.std(ddof=1))
 
@@ -169,14 +173,15 @@ def _difference(rows, statistic, clusters, level, draws, seed):
     value = sum(sign * np.mean(list(v.values())) for sign, v in zip(signs, values, strict=True))
     seeds, (count, *items, item_se) = (_over_seeds(values, level),
                                        _over_items(rows, signs, statistic, clusters, level, draws, seed))
-    once = any(part.seeds == 1 for part in seeds)
-    parts = [] if once else seeds
-    down, up = (math.hypot(*(part.resolution for part in parts), distance) for distance in items)
+    known = [part for part in seeds if part.seeds > 1]
+    once = len(known) < len(seeds)
+    wider = math.sqrt(known[0].seeds + 1) if once and known else 1.0             # sd^2 / S + sd^2, in units of sd^2 / S
+    down, up = (math.hypot(*(wider * part.resolution for part in known), distance) for distance in items)
     return Interval(
-        float(value), float(value - down), float(value + up), math.hypot(*(part.se for part in parts), item_se),
+        float(value), float(value - down), float(value + up), math.hypot(*(wider * part.se for part in known), item_se),
         math.hypot(*(part.sd for part in seeds)) if seeds else math.nan,
         min((part.seeds for part in seeds), default=0), int(count), level,
-        "items only" if once else "seeds and items" if seeds else "items")
+        "items only" if once else "seeds and items" if seeds else "items", tuple(part.seeds for part in seeds))
 
 # %% ../../nbs/lab/82_decide.ipynb #2dffd825
 def paired(a: Table, b: Table, *, statistic: Callable | None = None, clusters: Sequence | None = None,
@@ -306,7 +311,7 @@ class Decision(NamedTuple):
 
 
 def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[str]] | None = None, *, tolerance: float,
-            sign: int = 0, difference: bool = True) -> Decision:
+            sign: int = 0, difference: bool = True, once: Sequence[str] = ()) -> Decision:
     """The verdict on a number of a paper. The first line that applies:
 
         1. a row does not clear a floor, or was trained once: undecided
@@ -322,9 +327,11 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
         tolerance: named before the run; the edge counts as within.
         sign: the direction, 1 or -1, where `paper` is None.
         difference: is it a difference, so that its sign means something? False for a level.
+        once: rows that were trained once, by name.
 
     Returns:
-        The verdict, and a text with all numbers; undecided ones name the smallest difference that could have been seen.
+        The verdict, and a text with all numbers; undecided ones name the smallest difference that could have been seen,
+        or what three trainings would see.
 
     Raises:
         ValueError: a tolerance that is negative, or reaches the zero of a difference; no direction.
@@ -338,9 +345,7 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
     side, near, far = _within(paper, tolerance, sign, difference)
     low, high = sorted((side * ours.low, side * ours.high)) if side else (ours.low, ours.high)
     numbers = f"{_said(paper, sign)}, ours {ours}, tolerance {tolerance:g}"
-    unseen = f"a difference under {ours.resolution:.3g} could not have been seen"
-    if ours.over == "items only":
-        unseen = "how far another training would lie is not known"
+    unseen = _unseen(ours, once)
     if below:
         short = [f"{row} is not two standard errors above {', '.join(floors)}" for row, floors in below.items()]
         return Decision("undecided", "; ".join([numbers, *short, unseen]))
@@ -350,9 +355,10 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
         return Decision("reproduced", numbers)
     if side and low > 0:
         return Decision("partly", f"{numbers}; {_by_direction(paper)}")
+    expected = _expected(paper, tolerance)
     if high < near or far < low or (side and high <= 0):
-        return Decision("not reproduced", f"{numbers}; the interval leaves out {_expected(paper)}")
-    return Decision("undecided", f"{numbers}; the interval holds {_expected(paper)} and its contrary; {unseen}")
+        return Decision("not reproduced", f"{numbers}; the interval leaves out {expected}")
+    return Decision("undecided", f"{numbers}; the interval holds {expected} and its contrary; {unseen}")
 
 # %% ../../nbs/lab/82_decide.ipynb #b4c40683
 def _within(paper, tolerance, sign, difference):
@@ -371,12 +377,24 @@ def _within(paper, tolerance, sign, difference):
     return side, (abs(paper) if side else paper) - tolerance, (abs(paper) if side else paper) + tolerance
 
 
+def _unseen(ours, once):
+    "What the experiment could not have seen."
+    if ours.over != "items only":
+        return f"a difference under {ours.resolution:.3g} could not have been seen"
+    half = max(ours.high - ours.value, ours.value - ours.low)
+    return (f"{' and '.join(once) or 'a row'} {'were' if len(once) > 1 else 'was'} trained once: differences under "
+            f"{half:.3g} are hidden already, and three trainings of each row would find "
+            f"{resolution(1.0, 3):.2g} times the sd of their differences")
+
+
 def _said(paper, sign):
     return f"expected {'above' if sign > 0 else 'below'} 0" if paper is None else f"paper {paper:g}"
 
 
-def _expected(paper):
-    return "what was expected" if paper is None else "the paper's value"
+def _expected(paper, tolerance):
+    if paper is not None:
+        return "the paper's value"
+    return f"a difference of {tolerance:g} and more" if tolerance else "what was expected"
 
 
 def _by_direction(paper):
@@ -438,5 +456,6 @@ class Experiment:
 
     def verdict(self, paper: float | None, *, tolerance: float, sign: int = 0) -> Decision:
         """The verdict on the paper's value, see `verdict`."""
+        once = [name for name, row in self.rows.items() if isinstance(row, Mapping) and len(row) == 1]
         return verdict(paper, self.interval, self.below, tolerance=tolerance, sign=sign,
-                       difference=len(self.rows) == 2)
+                       difference=len(self.rows) == 2, once=once)

@@ -113,6 +113,16 @@ def test_other_seeds_are_not_paired():
     assert paired(a, b) == paired(a, shuffled)
 
 
+def test_a_single_training_is_taken_to_scatter_as_the_others_do():
+    """se^2 = sd^2 / 3 + sd^2 where the items leave no spread."""
+    item, shifts = np.random.default_rng(2).normal(0, 10, 100), (0.0, 1.0, 5.0)
+    found = paired({s: item + x for s, x in enumerate(shifts)}, {0: item})
+    assert found.se == pytest.approx(np.std(shifts, ddof=1) * math.sqrt(4 / 3)) and found.trainings == (3, 1)
+    assert "trained once" in str(found) and "seeds" not in str(found)
+    two = paired({s: item + x for s, x in enumerate(shifts)}, {0: item, 1: item + 1})
+    assert (two.seeds, two.trainings) == (2, (3, 2)) and "over 3 and 2 seeds" in str(two)
+
+
 def test_items_are_resampled_together():
     """A difference that is the same on every item leaves no spread over items, however much items differ."""
     hard = np.random.default_rng(2).normal(0, 10, 100)
@@ -431,9 +441,12 @@ def test_text_holds_the_numbers():
     assert "; PAT is not two standard errors above 1-NN, linear; a difference under 0.1" in below.why
     once = verdict(3.0, around(3, 0.1, over="items only"), tolerance=1)
     assert once.verdict == "undecided" and "trained once), tolerance 1; " in once.why
-    assert once.why.endswith("how far another training would lie is not known")
+    assert once.why.endswith("a row was trained once: differences under 0.1 are hidden already, and three trainings of "
+                             "each row would find 3.3 times the sd of their differences")
     less = verdict(None, around(3, 0.1), tolerance=0, sign=-1)
     assert less.why.startswith("expected below 0, ours 3 [") and less.why.endswith("leaves out what was expected")
+    small = verdict(None, around(0.1, 0.2), tolerance=1, sign=1)
+    assert small.verdict == "not reproduced" and small.why.endswith("leaves out a difference of 1 and more")
     near = verdict(None, around(0.5, 0.1), tolerance=1, sign=1)
     assert (near.verdict, near.why.split("; ")[1]) == ("partly", "on the expected side, within the tolerance of 0")
 
