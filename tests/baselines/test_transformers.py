@@ -105,7 +105,7 @@ def test_features_are_orthogonal_in_groups_and_gaussian():
     for rows in (slice(0, 8), slice(8, 16), slice(16, 20)):
         part = gram[:, rows, rows]
         assert (part - torch.diag_embed(part.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-3
-    # mean 0, covariance I of each row: 5 standard errors of 32,000 or 2000 values; false alarm < 1e-4 in all
+    # mean 0, covariance I of each row: 5 standard errors of 40,000 or 2000 values; false alarm < 1e-4 in all
     assert w.mean((0, 1)).abs().max() < 5 * 40_000**-0.5
     assert (w[:, 0].T @ w[:, 0] / 2000 - torch.eye(8)).abs().max() < 5 * (2 / 2000) ** 0.5
     squares = w.square().sum(-1).mean(0)

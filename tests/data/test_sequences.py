@@ -147,7 +147,7 @@ def test_the_root_reads_its_own_digits():
 
 
 def test_listops_recipe():
-    """Shares of a sample of nodes; false alarms below 1e-4 (4 sigma, 6 checks)."""
+    """Shares of a sample of nodes; false alarms below 5e-4 (6 comparisons at 4 sigma, 10 at 4.5)."""
     levels, _ = S._grow(np.random.default_rng(0), 40_000, 2, 10, 10**6)
     operator = levels[0][2]
     assert abs((operator >= 0).mean() - 0.25) < 4 * (0.25 * 0.75 / 40_000) ** 0.5
