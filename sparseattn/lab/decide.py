@@ -394,6 +394,7 @@ class Experiment:
             itself.
         statistic, clusters, level: as of `paired`.
         decided_by: training, clock, statistics or exact.
+        missing: names of floors that have no outcomes yet; no row clears them, and nothing is decided.
 
     Numbers are in units of the outcomes: for percent, outcomes are 0 and 100.
 
@@ -413,6 +414,7 @@ class Experiment:
     clusters: Sequence | None = None
     level: float = 0.95
     decided_by: str = "training"
+    missing: Sequence[str] = ()
 
     def __post_init__(self):
         if len(self.rows) not in (1, 2):
@@ -428,13 +430,19 @@ class Experiment:
         return (score if len(self.rows) == 1 else paired)(*self.rows.values(), **options)
 
     @cached_property
-    def below(self) -> dict[str, tuple[str, ...]]:
-        """{row: floors that it does not clear}, of rows that fail one."""
+    def short(self) -> dict[str, tuple[str, ...]]:
+        """{row: floors that it is not two standard errors above}; empty for rows that are above all, or are floors."""
         floors = {name: floor for name, floor in self.floors.items() if name not in self.rows}
-        found = {row: clears(y, floors, statistic=self.statistic, clusters=self.clusters)
-                 for row, y in self.rows.items() if row not in self.floors}
-        short = {row: tuple(floor for floor, ok in cleared.items() if not ok) for row, cleared in found.items()}
-        return {row: floors for row, floors in short.items() if floors}
+        found = {row: {} if row in self.floors else clears(y, floors, statistic=self.statistic, clusters=self.clusters)
+                 for row, y in self.rows.items()}
+        return {row: tuple(floor for floor, ok in cleared.items() if not ok) for row, cleared in found.items()}
+
+    @cached_property
+    def below(self) -> dict[str, tuple[str, ...]]:
+        """{row: floors that it does not clear, and those that have no outcomes}, of rows that fail one."""
+        missing = tuple(f"{floor} (no record)" for floor in self.missing)
+        found = {row: floors if row in self.floors else floors + missing for row, floors in self.short.items()}
+        return {row: floors for row, floors in found.items() if floors}
 
     def verdict(self, paper: float | None, *, tolerance: float, sign: int = 0) -> Decision:
         """The verdict on the paper's value, see `verdict`."""

@@ -524,6 +524,18 @@ def test_nothing_below_its_floors_is_decided():
     assert Experiment(low, floors).below == {"a": ("floor",)}
 
 
+def test_a_floor_without_outcomes_is_cleared_by_nobody():
+    both, floors = rows()
+    made = Experiment(both, floors, missing=("no attention",))
+    assert made.short == {"a": (), "b": ()}
+    assert made.below == {"a": ("no attention (no record)",), "b": ("no attention (no record)",)}
+    decided = made.verdict(10, tolerance=8)
+    assert decided.verdict == "undecided"
+    assert "a is not two standard errors above no attention (no record)" in decided.why
+    exempt = Experiment({"b": both["b"]}, floors | {"b": both["b"]}, missing=("no attention",))
+    assert exempt.below == {} == Experiment(both, floors).below
+
+
 def test_one_seed_decides_nothing():
     both, floors = rows()
     made = Experiment({"a": both["a"], "b": {0: both["b"][0]}}, floors)
