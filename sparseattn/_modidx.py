@@ -2232,6 +2232,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sparseattn.lab.decide._step': ('lab/decide.html#_step', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide._value_of': ('lab/decide.html#_value_of', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide._within': ('lab/decide.html#_within', 'sparseattn/lab/decide.py'),
+                                       'sparseattn.lab.decide.between': ('lab/decide.html#between', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide.clears': ('lab/decide.html#clears', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide.interval': ('lab/decide.html#interval', 'sparseattn/lab/decide.py'),
                                        'sparseattn.lab.decide.mcnemar': ('lab/decide.html#mcnemar', 'sparseattn/lab/decide.py'),
