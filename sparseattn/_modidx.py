@@ -2482,6 +2482,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sparseattn.lab.study.Records': ('lab/study.html#records', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study.Records.first': ('lab/study.html#records.first', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study.Records.floors': ('lab/study.html#records.floors', 'sparseattn/lab/study.py'),
+                                      'sparseattn.lab.study.Records.lacking': ('lab/study.html#records.lacking', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study.Records.means': ('lab/study.html#records.means', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study.Records.of': ('lab/study.html#records.of', 'sparseattn/lab/study.py'),
                                       'sparseattn.lab.study.Records.outcomes': ( 'lab/study.html#records.outcomes',
