@@ -231,20 +231,31 @@ def experiment(found: Records, *rows: str, beside: tuple = (), part: str = "test
 
     Returns:
         A `lab.decide.Experiment`. Items that belong together (numbers of groups in the part `_` + `part`) are one item,
-        their mean. A rule that is scored once has no seed: it would answer the same again.
+        their mean. A rule that is scored once has no seed: it would answer the same again. Floors without a record are
+        its `missing`.
 
     Example:
         >>> experiment(found, "PAT", "PointNet")    # doctest: +SKIP
     """
-    rules = [row for row in found.floors() if "untrained" not in found.study.rows[row]]
-    names = (*rows, *rules, *(row for row in beside if row in found.rows()))
+    every = found.study.rows
+    rules = [row for row, options in every.items() if options.get("floor") and "untrained" not in options
+             and options.get("task") == every[rows[0]].get("task")]
+    there, asked = found.rows(), dict.fromkeys((*rules, *beside))
+    names, missing = [*rows, *(row for row in asked if row in there)], tuple(row for row in asked if row not in there)
     unit = 100.0 if found.study.statistic is None else 1.0
     of = {row: {seed: unit * y for seed, y in _grouped(found, row, part).items()} for row in names}
-    of |= {row: of[row][0] for row in names if row in rules and "seeds" not in found.study.rows[row]}
-    floors = {row: of[row] for row in of if row in rules or row in beside}
-    return Experiment({row: of[row] for row in rows}, floors, statistic=found.study.statistic)
+    of |= {row: of[row][0] for row in names if row in rules and "seeds" not in every[row]}
+    floors = {row: of[row] for row in of if row in asked}
+    return Experiment({row: of[row] for row in rows}, floors, statistic=found.study.statistic, missing=missing)
+
 
 # %% ../../nbs/lab/84_classify.ipynb #ba757337
+def _standing(short, missing):
+    "Does a row clear its floors?"
+    told = {"no: ": short, "rules only; no record of ": missing}
+    return next((why + ", ".join(floors) for why, floors in told.items() if floors), "yes")
+
+
 def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None = None, part: str = "test"):
     """The table of a study: one line a row.
 
@@ -253,7 +264,8 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
         beside: {row: trained rows that are floors for it}. part: of the test data.
 
     Returns:
-        A data frame: row, paper, ours, low, high, over, seeds, clears, steps, parameters.
+        A data frame: row, paper, ours, low, high, over, seeds, clears, steps, parameters. `clears` is "a floor", "no: "
+        and the floors that the row is not above, "rules only; no record of " and the floors that have none, or "yes".
 
     Example:
         >>> accuracies(found, {"PAT": 91.7})    # doctest: +SKIP
@@ -263,8 +275,7 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
     for row in found.rows():
         made = experiment(found, row, beside=(beside or {}).get(row, ()), part=part)
         ours, first = made.interval, found.first(row)
-        below = ", ".join(made.below.get(row, ()))
-        clears = "a floor" if first["kind"] == "floor" else f"no: {below}" if below else "yes"
+        clears = "a floor" if first["kind"] == "floor" else _standing(made.short[row], made.missing)
         lines.append({"row": row, "paper": (paper or {}).get(row, np.nan), "ours": ours.value, "low": ours.low,
                       "high": ours.high, "over": ours.over, "seeds": len(found.of(row)), "clears": clears}
                      | {name: first.get(name) for name in ("steps", "parameters")})

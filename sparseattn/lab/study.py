@@ -522,6 +522,10 @@ class Records:
         """Rows with at least one record, floors first where the study names them first."""
         return [row for row in self.study.rows if any(r["row"] == row for r in self.found)]
 
+    def lacking(self) -> list[str]:
+        """Rows of the study that have no record."""
+        return [row for row in self.study.rows if row not in self.rows()]
+
     def floors(self) -> list[str]:
         """Those of `rows` that need no attention and no training."""
         return [row for row in self.rows() if self.study.rows[row].get("floor")]
@@ -647,11 +651,11 @@ def settings_table(study: Study):
 
     Example:
         >>> list(settings_table(Study("example", "", {}, {})).columns)
-        ['setting', 'smoke', 'cpu', 'gpu', 'paper', 'the paper']
+        ['setting', 'smoke', 'cpu', 'gpu', 'paper', 'as printed']
     """
     import pandas as pd
     lines = [(name, *values) for name, values in (RECIPE | study.settings).items()]
-    return pd.DataFrame(lines, columns=["setting", *SCALES, "the paper"], dtype=object)
+    return pd.DataFrame(lines, columns=["setting", *SCALES, "as printed"], dtype=object)
 
 # %% ../../nbs/lab/80_study.ipynb #bc595994
 _CLOCKS = ("seconds", "cpu seconds", "cpu_seconds", "finished", "sha256")

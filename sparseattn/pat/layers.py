@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form,
-                                       check_generator, check_mask, check_number, check_points, check_scale,
-                                       checked_cloud, composed_gradients, fused_attention, hide_masked,
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_dtype, check_finite,
+                                       check_form, check_generator, check_mask, check_number, check_points,
+                                       check_scale, checked_cloud, composed_gradients, fused_attention, hide_masked,
                                        masked_softmax, transformed, uncompiled)
 from ..core.points import gather_points, knn
 from ..core.relaxation import check_noise, check_tau, gumbel
@@ -101,10 +101,13 @@ def _check_groups(name, groups, channels):
         raise ValueError(f"{name} must divide the number of channels, got {groups} and {channels} channels")
 
 
+def _kind(x):
+    return tuple(x.shape) if isinstance(x, Tensor) else None if x is None else type(x).__name__
+
+
 def _check_tensor(name, x, dims):
     if not isinstance(x, Tensor) or x.dim() < dims:
-        raise TypeError(f"{name} must be a tensor of at least {dims} dimensions, got "
-                        f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
+        raise TypeError(f"{name} must be a tensor of at least {dims} dimensions, got {_kind(x)}")
 
 # %% ../../nbs/pat/60_layers.ipynb #7de935c5
 def channel_shuffle(x: Shaped[Tensor, "*shape c"], groups: int) -> Shaped[Tensor, "*shape c"]:
@@ -220,7 +223,18 @@ class SetGroupNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Float[Tensor, "b *points c"], mask: Bool[Tensor, "b *points"] | None = None):
-        """Normalised, with `mask` True for real points; others return 0."""
+        """`group_norm` of the points.
+
+        Args:
+            x: channels last, any number of dimensions of points, one at least.
+            mask: True = a real point; others count in no statistic.
+
+        Returns:
+            Shape and dtype of `x`; masked points are 0.
+
+        Raises:
+            TypeError, ValueError: see `group_norm`.
+        """
         return group_norm(x, self.groups, self.weight, self.bias, over=self.over, mask=mask, eps=self.eps)
 
 # %% ../../nbs/pat/60_layers.ipynb #cd1379eb
@@ -438,6 +452,9 @@ class PointMLP(nn.Module):
         norm: "cloud" or "point", see `group_norm`.
         dropout: probability, after each step.
 
+    Raises:
+        ValueError: no width of the input; widths that are no counts, or that the groups do not divide.
+
     Example:
         >>> PointMLP([3, 16, 32])(torch.randn(2, 10, 3)).shape
         torch.Size([2, 10, 32])
@@ -445,17 +462,32 @@ class PointMLP(nn.Module):
 
     def __init__(self, widths: list[int], *, groups: int = 8, norm: str = "cloud", dropout: float = 0.0):
         super().__init__()
-        check_count("channels", widths[0])
+        if not widths:
+            raise ValueError(f"widths must hold the channels of the input, got {widths!r}")
+        for width in widths:
+            check_count("channels in widths", width)
         self.channels = widths[0]
         self.maps = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
         self.norms = nn.ModuleList(SetGroupNorm(groups, width, over=norm) for width in widths[1:])
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "b *points c"], mask: Bool[Tensor, "b *points"] | None = None):
-        """Channels last, any number of dimensions of points; masked points change nothing and return 0."""
+        """The network on each point.
+
+        Args:
+            x: `channels` last, any number of dimensions of points, one at least.
+            mask: True = a real point; others change nothing.
+
+        Returns:
+            `(b, *points, widths[-1])`, dtype of `x`; masked points are 0.
+
+        Raises:
+            TypeError, ValueError: no such tensor; other channels; another dtype than the weights.
+        """
         _check_tensor("x", x, 2)
         if x.shape[-1] != self.channels:
             raise ValueError(f"x must have {self.channels} channels, got shape {tuple(x.shape)}")
+        check_dtype(x, self.maps[0].weight if self.maps else None)
         for linear, norm in zip(self.maps, self.norms, strict=True):
             x = self.dropout(hide_masked(F.elu(norm(linear(x), mask)), mask))
         return x
@@ -486,14 +518,16 @@ def position_set(x: Float[Tensor, "b n c"], index: Int[Tensor, "b n k"]) -> Floa
     return torch.cat([own, near - own], -1)
 
 # %% ../../nbs/pat/60_layers.ipynb #d19792bf
-def _joined(points, features, mask, coords, channels):
-    "Coordinates and features side by side, padding set to 0, if they fit."
+def _joined(points, features, mask, coords, channels, weight):
+    "Coordinates and features side by side, padding set to 0, if they fit each other and the weights."
     for name, x, size in (("points", points, coords), ("features", features, channels)):
         if x is None and not size:
             return hide_masked(points, mask)
         expected = (*points.shape[:2], size) if isinstance(points, Tensor) else ()
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape != expected:
-            raise ValueError(f"{name} must have shape (batch, points, {size}), got {tuple(getattr(x, 'shape', ()))}")
+            raise ValueError(f"{name} must have shape (batch, points, {size}), got {_kind(x)}")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name} must have the dtype of the weights, {weight.dtype}, got {x.dtype}")
         check_mask(mask, *x.shape[:2])
         check_points(name, hide_masked(x, mask), 3)
     return hide_masked(torch.cat([points, features], -1), mask)
@@ -514,6 +548,9 @@ class PositionEmbedding(nn.Module):
         last: widths of the network after the maximum, before `dim`.
         groups, norm: of the norms.
 
+    Raises:
+        TypeError, ValueError: options out of range, `hidden` without a width; points or features that do not fit.
+
     Example:
         >>> PositionEmbedding(64, neighbours=8)(torch.randn(2, 100, 3)).shape
         torch.Size([2, 100, 64])
@@ -526,6 +563,8 @@ class PositionEmbedding(nn.Module):
         self.coords, self.features = coords, features
         self.pool = dict(neighbours=neighbours, dilation=dilation, base=base, repeat=repeat)
         dilated_pool(1, **self.pool)
+        if not hidden:
+            raise ValueError(f"hidden must have a width at least, got {hidden!r}")
         self.relation = PointMLP([2 * (coords + features), *hidden], groups=groups, norm=norm)
         self.output = PointMLP([hidden[-1], *last, dim], groups=groups, norm=norm)
 
@@ -535,7 +574,7 @@ class PositionEmbedding(nn.Module):
 
         In training, or given a `generator`, the neighbours are drawn from the pool; else they are fixed.
         """
-        x = _joined(points, features, mask, self.coords, self.features)
+        x = _joined(points, features, mask, self.coords, self.features, self.output.maps[0].weight)
         draw = dict(draw=self.training or generator is not None, generator=generator)
         index = uncompiled(dilated_neighbours)(x[..., :self.coords], mask=mask, **draw, **self.pool)
         near = None if mask is None else mask[:, :, None].expand_as(index)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core.attention import (AttentionInfo, check_choice, check_count, checked_cloud, fused_attention,
                                        hide_masked, uncompiled)
 from ..core.points import farthest_point_sampling, gather_points
+from ..core.relaxation import check_tau
 from .layers import (GroupShuffleAttention, GumbelSubsetSampling, PointMLP, PositionEmbedding,
                                    SetGroupNorm, channel_shuffle)
 
@@ -42,20 +43,36 @@ class HeadShuffleAttention(nn.Module):
     def __init__(self, dim: int, heads: int, *, norm: str = "cloud", norm_groups: int | None = None,
                  shuffle: bool = True):
         super().__init__()
+        check_count("dim", dim)
+        check_count("heads", heads)
+        if dim % heads:
+            raise ValueError(f"heads must divide dim, got {heads} and {dim}")
         self.dim, self.heads, self.shuffle = dim, heads, shuffle
         self.norm = SetGroupNorm(heads if norm_groups is None else norm_groups, dim, over=norm)
         self.project = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
-        """Output `(b, n, c)`; with `return_info` also an `AttentionInfo`. Masked points change nothing and return 0."""
-        x, _ = checked_cloud(x, coords, mask, self.dim)
+        """Attention of every point to all, the input added, normalised.
+
+        Args:
+            x: features. coords: taken, not used.
+            mask: True = a real point; masked points change nothing and return 0.
+            return_info: also what was computed.
+
+        Returns:
+            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+
+        Raises:
+            TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
+        """
+        x, _ = checked_cloud(x, coords, mask, self.dim, weight=self.project.weight)
         own = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         allowed = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
         out = fused_attention(own, own, F.elu(own), allowed).transpose(1, 2).flatten(2)
         out = self.norm(x + (channel_shuffle(out, self.heads) if self.shuffle else out), mask)
         pairs = len(x) * x.shape[1] ** 2 if mask is None else int(mask.sum(1).square().sum())
-        return (out, AttentionInfo(None, self.heads * pairs, 1.0, 4 * pairs * self.dim)) if return_info else out
+        return (out, AttentionInfo(None, self.heads * pairs, 1.0 if pairs else 0.0, 4 * pairs * self.dim)) if return_info else out
 
 # %% ../../nbs/pat/61_models.ipynb #dbf30acb
 class PointEmbedding(nn.Module):
@@ -78,16 +95,30 @@ class PointEmbedding(nn.Module):
     def forward(self, points: Float[Tensor, "b n d"], features: Float[Tensor, "b n f"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, generator: torch.Generator | None = None):
         """Embedding `(b, n, dim)`; masked points return 0. Nothing is drawn, the generator is not used."""
-        points, _ = checked_cloud(points, None, mask, self.coords)
+        weight = self.output.maps[0].weight
+        points, _ = checked_cloud(points, None, mask, self.coords, weight=weight)
         if (features is not None) != bool(self.features):
             raise ValueError(f"features must have {self.features} channels, got "
                              f"{None if features is None else tuple(features.shape)}")
-        parts = [points] if features is None else [points, checked_cloud(features, None, mask, self.features)[0]]
+        parts = [points] if features is None else [points, checked_cloud(features, None, mask, self.features, weight=weight)[0]]
         return self.output(torch.cat(parts, -1), mask)
 
 # %% ../../nbs/pat/61_models.ipynb #1c27345d
 _EMBEDDINGS = {"position": PositionEmbedding, "mlp": PointEmbedding}
 _ATTENTIONS = {"group": GroupShuffleAttention, "heads": HeadShuffleAttention}
+
+
+def _check_widths(dim, groups, norm_groups, **widths):
+    """Refuse widths that are no counts, or that their groups do not divide; `widths` are tuples by name."""
+    check_count("groups", groups)
+    if dim % groups:
+        raise ValueError(f"groups must divide dim, got {groups} and {dim}")
+    check_count("norm_groups", norm_groups)
+    for name, several in {"dim": (dim,), **widths}.items():
+        for width in several:
+            check_count(name, width)
+            if width % norm_groups:
+                raise ValueError(f"{name}: the {norm_groups} groups of the norms must divide every width, got {width}")
 
 
 class _Network(nn.Module):
@@ -101,6 +132,10 @@ class _Network(nn.Module):
         check_choice("embedding", embedding, tuple(_EMBEDDINGS))
         check_choice("attention", attention, tuple(_ATTENTIONS))
         norms = dict(groups=groups if norm_groups is None else norm_groups, norm=norm)
+        _check_widths(dim, groups, norms["groups"], hidden=hidden, last=last, head=head)
+        for name, several in (("head", head), ("hidden", hidden if embedding == "position" else (dim,))):
+            if not several:
+                raise ValueError(f"{name} must have a width at least, got {several!r}")
         near = dict(neighbours=neighbours) if embedding == "position" else {}
         self.embedding = _EMBEDDINGS[embedding](dim, features=features, coords=coords, hidden=hidden, last=last, **near,
                                                 **norms)
@@ -244,12 +279,16 @@ def _largest(x, mask):
 def set_tau(model: nn.Module, tau: float) -> None:
     """Temperature of all subset layers of a model. PAT, Sec 2.3.
 
+    Raises:
+        ValueError: `tau` is no number from 1e-30 up.
+
     Example:
         >>> model = PATClassifier(3, dim=16, hidden=(8,), last=(), sampling=("gss",), sizes=(4,))
         >>> set_tau(model, 0.5)
         >>> model.subsets[0].tau
         0.5
     """
+    check_tau(tau)
     for layer in model.modules():
         if isinstance(layer, GumbelSubsetSampling):
             layer.tau = tau
@@ -263,13 +302,16 @@ def elementwise_loss(logits: Float[Tensor, "b m o"], labels: Int[Tensor, "b"]) -
         labels: int64, one a cloud.
 
     Raises:
-        ValueError: logits that are not (b, m, classes), labels that are not (b,).
+        TypeError: labels that are no int64 tensor. ValueError: logits that are not (b, m, classes), labels that are not
+            (b,).
 
     Example:
         >>> round(elementwise_loss(torch.zeros(2, 3, 4), torch.tensor([0, 1])).item(), 4)
         1.3863
     """
     _check_logits(logits)
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        raise TypeError(f"labels must be an int64 tensor, got {getattr(labels, 'dtype', type(labels).__name__)}")
     if labels.shape != logits.shape[:1]:
         raise ValueError(f"labels must have shape {(len(logits),)}, got {tuple(labels.shape)}")
     return F.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(logits.shape[1]))

@@ -120,6 +120,8 @@ SETTINGS = {
     "epoch": (1, 250, 600, 2_000, "-"),
     "rates": ([1e-3], [4e-3, 1e-3], [1e-3, 3e-4], [1e-3, 1e-4], "1e-4"),
     "probe": (1, 200, 400, 1_000, "-"),
+    "optimiser": ("adam",) * 4 + ("Adam",),
+    "schedule": ("cosine",) * 4 + ("halved every 5 epochs",),
     "seeds": (1, 3, 3, 1, "not given"),
     "precision": ("float32", "float32", "tf32", "float32", "float32"),
     "minutes": (0, 8, 15, 120, "-"),
@@ -129,7 +131,7 @@ SETTINGS = {
     "neighbours": (8, 8, 32, 32, "32"),
     "hidden": ((16,), (32, 32), (128,) * 3, (128,) * 3, "not given"),
     "last": ((), (), (128,), (128,), "not given"),
-    "head": ((16,), (64,), (512, 256), (512, 256), "512, 256"),
+    "head": ((16,), (64,), (512, 256), (512, 256), "1,024, 512, 256"),
     "dropout": (0.0, 0.0, 0.5, 0.5, "not given"),
     "edges": ([8, [[16], [16]]], [10, [[32, 32], [32, 32], [32]]], None, None, "as released"),
 }

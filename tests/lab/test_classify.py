@@ -117,6 +117,26 @@ def test_a_row_below_its_floor_says_so(tmp_path):
     assert table["clears"]["network"].startswith("no: ") and "linear" in table["clears"]["network"]
 
 
+def test_a_floor_without_a_record_is_not_cleared(tmp_path):
+    """A trained floor, or a rule, that has no record: the table says so, and no claim passes."""
+    rows = ROWS | {"no attention": {}}
+    there = units(study(rows), "cpu", rows=["constant", "random", "linear", "network"], root=tmp_path)
+    for unit in there:
+        train(unit)
+    found, beside = records(study(rows), "cpu", root=tmp_path), {"network": ("no attention",)}
+    clears = classify.accuracies(found, beside=beside).set_index("row")["clears"]
+    made = classify.experiment(found, "network", beside=beside["network"])
+    if made.short["network"]:
+        assert clears["network"] == "no: " + ", ".join(made.short["network"])
+    assert made.missing == ("no attention",) and made.below["network"][-1] == "no attention (no record)"
+    assert made.verdict(100 * np.mean(found.means("network", "test")), tolerance=50).verdict == "undecided"
+    weak = dataclasses.replace(found, found=[r for r in found.found if r["row"] in ("constant", "network")])
+    assert classify.experiment(weak, "network").missing == ("random", "linear")
+    clears = [classify.accuracies(weak, beside=more).set_index("row")["clears"] for more in (None, beside)]
+    assert clears[0]["network"] == "rules only; no record of random, linear" and clears[0]["constant"] == "a floor"
+    assert clears[1]["network"] == "rules only; no record of random, linear, no attention"
+
+
 def test_labels_of_parts_and_missing_ones(tmp_path):
     """Points of a cloud are labelled each; what has no label is neither trained nor tested."""
 

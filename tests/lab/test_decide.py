@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sparseattn.lab.decide import Experiment, Interval, clears, interval, mcnemar, paired, resolution, score, verdict
+from sparseattn.lab.decide import (
+    Experiment,
+    Interval,
+    between,
+    clears,
+    interval,
+    mcnemar,
+    paired,
+    resolution,
+    score,
+    verdict,
+)
 
 ONE_IN_A_MILLION = 1e-6
 DOWN = ["reproduced", "partly", "not reproduced", "undecided"]  # the order in which noise moves a verdict
@@ -537,6 +548,18 @@ def test_nothing_below_its_floors_is_decided():
     assert Experiment(low, floors).below == {"a": ("floor",)}
 
 
+def test_a_floor_without_outcomes_is_cleared_by_nobody():
+    both, floors = rows()
+    made = Experiment(both, floors, missing=("no attention",))
+    assert made.short == {"a": (), "b": ()}
+    assert made.below == {"a": ("no attention (no record)",), "b": ("no attention (no record)",)}
+    decided = made.verdict(10, tolerance=8)
+    assert decided.verdict == "undecided"
+    assert "a is not two standard errors above no attention (no record)" in decided.why
+    exempt = Experiment({"b": both["b"]}, floors | {"b": both["b"]}, missing=("no attention",))
+    assert exempt.below == {} == Experiment(both, floors).below
+
+
 def test_one_seed_decides_nothing():
     both, floors = rows()
     made = Experiment({"a": both["a"], "b": {0: both["b"][0]}}, floors)
@@ -565,3 +588,15 @@ def test_noise_in_the_trainings_moves_a_verdict_down_only(gain, paper):
         found.append(made.verdict(paper, tolerance=2.0, sign=1 if paper is None else 0).verdict)
     places = [DOWN.index(word) for word in found]
     assert places == sorted(places) and found[0] != "undecided" and found[-1] == "undecided"
+
+
+def test_items_between_printed_percentages():
+    """By rounding every count."""
+    items, printed = 137, [round(100 * k / 137, 1) for k in range(138)]
+    for better, worse in ((printed[130], printed[129]), (printed[90], printed[100]), (printed[137], printed[0])):
+        counts = [[k for k in range(items + 1) if printed[k] == percent] for percent in (better, worse)]
+        gaps = [a - b for a in counts[0] for b in counts[1]]
+        assert between(better, worse, items) == (min(gaps), max(gaps))
+    assert between(91.4, 91.3, 2468) == (1, 3) and between(90, 89, 100, decimals=0) == (1, 1)
+    with pytest.raises(ValueError, match="50.3 % is no share of 10 items"):
+        between(50.3, 50.0, 10)

@@ -235,4 +235,4 @@ def test_records_of_different_data_do_not_stand_in_one_table(tmp_path):
 
 def test_settings_table_has_the_papers_column():
     table = S.settings_table(TOY).set_index("setting")
-    assert table.loc["steps", "cpu"] == 60 and list(table.columns) == [*S.SCALES, "the paper"]
+    assert table.loc["steps", "cpu"] == 60 and list(table.columns) == [*S.SCALES, "as printed"]

@@ -200,10 +200,40 @@ BAD = {
     "features must have": lambda: PointEmbedding(16, hidden=(8,), last=())(torch.randn(1, 5, 3), torch.randn(1, 5, 1)),
     "labels must have shape": lambda: elementwise_loss(torch.zeros(2, 3, 4), torch.zeros(3, dtype=torch.long)),
     "logits must be": lambda: class_scores(torch.zeros(2, 4)),
-}
+    "heads must divide dim, got 3 and 16": lambda: HeadShuffleAttention(16, 3, norm_groups=8),
+    "groups must divide dim, got 3 and 20": lambda: PATClassifier(3, dim=20, groups=3),
+    "hidden: the 4 groups of the norms must divide every width, got 6": lambda: PATSegmenter(
+        3, **TINY | dict(dim=16, groups=4, norm_groups=None, hidden=(6,))),
+    "head must have a width": lambda: PATClassifier(3, **TINY | dict(head=())),
+    "hidden must have a width": lambda: PATSegmenter(3, **TINY | dict(hidden=())),
+    "tau must be": lambda: set_tau(PATClassifier(3, **TINY), 0.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", BAD)
 def test_refuses(words):
     with pytest.raises(ValueError, match=words):
         BAD[words]()
+
+
+@pytest.mark.parametrize("labels", [[0, 1], torch.zeros(2), torch.zeros(2, dtype=torch.int32)], ids=str)
+def test_labels_are_numbers_of_classes(labels):
+    with pytest.raises(TypeError, match="labels must be an int64 tensor"):
+        elementwise_loss(torch.zeros(2, 3, 4), labels)
+
+
+@pytest.mark.parametrize("embedding, name", [("position", "points"), ("mlp", "x")])
+def test_other_dtypes_than_the_weights_are_named(embedding, name):
+    model = PATSegmenter(3, embedding=embedding, **TINY)
+    with pytest.raises(TypeError, match=f"{name} must have the dtype of"):
+        model(torch.randn(1, 12, 3, dtype=torch.float64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(torch.randn(1, 12, 3)).isfinite().all()
+
+
+def test_heads_of_padding_attend_nothing():
+    layer, x = HeadShuffleAttention(16, 4), torch.randn(2, 5, 16)
+    assert layer(x, mask=torch.zeros(2, 5).bool(), return_info=True)[1].density == 0.0
+    assert layer(x, mask=torch.tensor([[True] * 5, [False] * 5]), return_info=True)[1].density == 1.0
+    with pytest.raises(TypeError, match="dtype"):
+        layer(x.double())
