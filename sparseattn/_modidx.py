@@ -2758,8 +2758,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'sparseattn/sampled/attention.py'),
                                               'sparseattn.sampled.attention._check_order_fits': ( 'sampled/attention.html#_check_order_fits',
                                                                                                   'sparseattn/sampled/attention.py'),
-                                              'sparseattn.sampled.attention._check_window': ( 'sampled/attention.html#_check_window',
-                                                                                              'sparseattn/sampled/attention.py'),
                                               'sparseattn.sampled.attention._checked_order': ( 'sampled/attention.html#_checked_order',
                                                                                                'sparseattn/sampled/attention.py'),
                                               'sparseattn.sampled.attention._clear': ( 'sampled/attention.html#_clear',
