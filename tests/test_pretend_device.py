@@ -327,7 +327,8 @@ def reconstruction():
 
 def pretrained():
     encoder = autoencoder.MaskedAutoencoder(**CUT).encoder
-    return autoencoder.ShapeClassifier(encoder, 5), {"patches": autoencoder.cut_into_groups(torch.rand(2, 40, 3), 8, 8)}
+    patches = autoencoder.cut_into_groups(torch.rand(2, 40, 3), 8, 8)
+    return autoencoder.EncoderClassifier(encoder, 5), {"patches": patches}
 
 
 def graph():

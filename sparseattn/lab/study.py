@@ -628,7 +628,7 @@ def _without_floor(study, found):
 
 
 def told(records: Records) -> str:
-    """One sentence on what is there, what is not, and the command that trains it.
+    """One sentence on what is there, which rows have no record or too few, and the command that trains them.
 
     Example:
         >>> told(records(Study("example", "", {}, {}), "cpu"))
@@ -641,9 +641,12 @@ def told(records: Records) -> str:
         return f"{name}: no records yet{waiting}; {command}"
     dates = sorted({r["finished"][:10] for r in records.found})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    more = f" and {len(records.missing) - 9} more" if len(records.missing) > 9 else ""
-    lacking = f"; without a record: {', '.join(records.missing[:9])}{more} ({command})" if records.missing else ""
-    return f"{name}: {len(records.found)} records of {span}{waiting}{lacking}"
+    plan = (u for u in units(records.study, records.scale) if u.kind != "probe" and u.name in records.missing)
+    rows, there = dict.fromkeys(u.row for u in plan), records.rows()
+    lacking = {"without a record": [row for row in rows if row not in there],
+               "with fewer trainings than planned": [row for row in rows if row in there]}
+    said = "".join(f"; {what}: {', '.join(map(repr, some))}" for what, some in lacking.items() if some)
+    return f"{name}: {len(records.found)} records of {span}{waiting}{said}{f' ({command})' if rows else ''}"
 
 
 def settings_table(study: Study):

@@ -298,16 +298,21 @@ def cycle_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v:
 def opening_pattern(order: Int[Tensor, "n"], window: int) -> Bool[Tensor, "n n"]:
     """The pattern of dense attention inside the windows of an order, each point a query in the window it opens.
 
-    Sampled Transformer, Eq 3, Fig 1b; written as it reads, a window at a time.
+    Sampled Transformer, Eq 3 with Eq 1 inside; written as it reads, a window at a time. Fig 1b has more pairs: there the
+    point that closes a window is a query in it too, see `windows_pattern`.
 
     Args:
         order: the points in the order of the visit; points left out attend nothing.
         window: points of a window, the shared one included.
 
+    Raises:
+        ValueError: a window below 2.
+
     Example:
         >>> opening_pattern(torch.tensor([0, 1, 2, 3]), 3).int().tolist()
         [[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 1, 1], [1, 0, 1, 1]]
     """
+    check_count("window", window, 2)
     pattern = torch.zeros(len(order), len(order), dtype=torch.bool, device=order.device)
     for start in range(0, len(order), window - 1):
         queries, keys = order[start : start + window - 1], order[start : start + window]
@@ -336,10 +341,6 @@ def _windows(order, window, mask):
     return order, order.gather(-1, place.flatten(2)).view(place.shape), counts
 
 # %% ../../nbs/sampled/51_attention.ipynb #de49b1e6
-def _check_window(window):
-    check_count("window", window, 2)
-
-
 def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
                      order: Int[Tensor, "*r n"], window: int, *, scale: float | None = None,
                      mask: Bool[Tensor, "b n"] | None = None, impl: str = "fast") -> Float[Tensor, "b h n e"]:
@@ -368,7 +369,7 @@ def window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
     """
     _check_input(q, k, v, order, mask, impl, scale)
     check_order("order", order)
-    _check_window(window)
+    check_count("window", window, 2)
     if impl == "reference":
         return dense_attention(q, k, v, pattern=_windows_as_matrix(order, window, mask, q), scale=scale, mask=mask)
     check_qkv(q, k, v, mask)
@@ -522,7 +523,8 @@ class SampledAttention(_Order):
         resample: "layer" draws at every call, in training and evaluation; "fixed" draws from `seed` alone.
         cycle_for: who has a cycle of its own: the "batch" (the paper), each "cloud" or each "head" of each cloud; "fixed"
             ones are the same for all clouds.
-        cycles: above 1, as many cyclic shifts of the draw, combined by `shift_attention`; converges to dense attention.
+        cycles: above 1, as many cyclic shifts of the draw, combined by `shift_attention`; converges to dense attention;
+            at most n - 1 of them are used, which are dense attention.
         window: points of a window with dense attention inside; 2 is the cycle. Needs `cycles=1` above 2.
         seed: for "fixed".
         head_dim: channels of a head; None takes `dim // heads`.
@@ -543,7 +545,7 @@ class SampledAttention(_Order):
         super().__init__(resample, cycle_for, heads, seed)
         check_choice("impl", impl, ("fast", "reference"))
         check_count("cycles", cycles)
-        _check_window(window)
+        check_count("window", window, 2)
         if cycles > 1 and window > 2:
             raise ValueError(f"cycles above 1 need a window of 2, got {cycles} cycles and a window of {window}")
         self.head_dim = head_channels(dim, heads, head_dim)
@@ -630,15 +632,21 @@ def composed_windows(layer: nn.Module, x: Float[Tensor, "b n c"], order: Int[Ten
         The points after the attention part of the block, before its feed-forward part.
 
     Raises:
-        ValueError: `window - 1` does not divide the number of points, or is below 1.
+        TypeError, ValueError: see `checked_cloud` and `check_order`; more than one order; a window below 2, or one that
+            does not fit: `window - 1` must divide the number of points.
 
     Example:
         >>> layer, x = SampledAttention(8, 2), torch.randn(1, 6, 8)
         >>> composed_windows(layer, x, torch.arange(6), 3).shape
         torch.Size([1, 6, 8])
     """
+    x, _ = checked_cloud(x, None, None, layer.query.in_features, weight=layer.query.weight)
+    check_order("order", order, x.shape[1])
+    if order.dim() != 1:
+        raise ValueError(f"order must have shape ({x.shape[1]},), one for all clouds, got {tuple(order.shape)}")
+    check_count("window", window, 2)
     n, step = x.shape[1], window - 1
-    if step < 1 or n % step:
+    if n % step:
         raise ValueError(f"window - 1 must divide the number of points, got window {window} and {n} points")
     path = torch.eye(window, dtype=torch.bool).logical_or(torch.eye(window, dtype=torch.bool).roll(1, 1).triu(1))
     result, wrapped = x, torch.cat([order, order[:1]])

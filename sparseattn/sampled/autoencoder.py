@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETTINGS', 'Patches', 'cut_into_groups', 'hidden_count', 'draw_hidden', 'visible_and_hidden', 'chamfer_distance',
-           'TokenEmbedding', 'PointEncoder', 'Reconstruction', 'MaskedAutoencoder', 'ShapeClassifier',
+           'TokenEmbedding', 'PointEncoder', 'Reconstruction', 'MaskedAutoencoder', 'EncoderClassifier',
            'stretch_and_move']
 
 # %% ../../nbs/sampled/57_autoencoder.ipynb #dfbc28a0
@@ -355,7 +355,7 @@ SETTINGS = {
 }
 
 # %% ../../nbs/sampled/57_autoencoder.ipynb #cf089c61
-class ShapeClassifier(nn.Module):
+class EncoderClassifier(nn.Module):
     """An encoder, the maximum over its tokens, and three linear maps.
 
     Sampled Transformer, Sec 5.1 ("Classification").
@@ -368,7 +368,7 @@ class ShapeClassifier(nn.Module):
         frozen: leave the encoder as it is: no gradients, evaluation mode.
 
     Example:
-        >>> model = ShapeClassifier(PointEncoder(16, 1, 4, token_hidden=(8, 8, 8)), 10)
+        >>> model = EncoderClassifier(PointEncoder(16, 1, 4, token_hidden=(8, 8, 8)), 10)
         >>> model(cut_into_groups(torch.rand(2, 100, 3), 8, 16)).shape
         torch.Size([2, 10])
     """

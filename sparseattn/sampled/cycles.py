@@ -259,7 +259,8 @@ def path_pattern(size: int, *, device: torch.device | str | None = None) -> Bool
 def windows_pattern(order: Int[Tensor, "... n"], size: int, *, inside: str = "path") -> Bool[Tensor, "... n n"]:
     """Pairs that the windows of an order attend, all windows together.
 
-    Sampled Transformer, Eq 3 with Eq 4 (Fig 1d), or with dense attention in each window (Fig 1b).
+    Sampled Transformer, Eq 3 with Eq 4 (Fig 1d), or with dense attention in each window (Fig 1b). Each window has all
+    its pairs, so that a point that two windows share is a query in both; in `opening_pattern` it is one in the second.
 
     Args:
         order: visiting order.

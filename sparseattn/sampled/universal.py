@@ -501,6 +501,9 @@ def quantising_layers(n: int, d: int, resolution: int, *, ticks: int = 2) -> lis
     Returns:
         n d / delta layers of width 1.
 
+    Raises:
+        ValueError: sizes below their least value, or `ticks` not an int >= 1.
+
     Example:
         >>> x = np.array([[2 * 8 + 3, 5]])  # 2 3/8 and 5/8 steps
         >>> for layer in quantising_layers(2, 1, 2, ticks=8): x = layer(x)
@@ -508,6 +511,7 @@ def quantising_layers(n: int, d: int, resolution: int, *, ticks: int = 2) -> lis
         [[16, 0]]
     """
     _check_sizes(n, d, resolution)
+    check_count("ticks", ticks)
     rows = np.eye(d, dtype=int).astype(object)
     return [FeedForwardLayer(row[None], np.array([-k * ticks], dtype=object), Piece(0, ticks, -1, 0), row[:, None])
             for k in range(n * resolution) for row in rows]

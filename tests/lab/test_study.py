@@ -196,7 +196,18 @@ def test_reading_at_larger_scales_trains_nothing(tmp_path):
     S.train(unit(tmp_path, "majority-0", "cpu"))
     found = S.records(TOY, "cpu", root=tmp_path)
     assert found.rows() == found.floors() == ["majority"] and "1 records of" in S.told(found)
-    assert "linear-0" in S.told(found) and "studies toy --scale cpu" in S.told(found) and found.parts() == ["test"]
+    assert "without a record: 'linear'" in S.told(found) and "studies toy --scale cpu" in S.told(found)
+    assert found.parts() == ["test"]
+
+
+def test_rows_without_a_record_are_all_named_once_and_those_with_too_few_apart(tmp_path):
+    rows = {"majority": dict(floor=True)} | {f"wide, {i}": dict(hidden=0) for i in range(12)}
+    study = dataclasses.replace(TOY, rows=rows, network=lambda *_: torch.nn.Linear(1, 2))
+    for some in S.units(study, "cpu", rows=["majority", "wide, 0"], seeds=[0], root=tmp_path):
+        S.train(some)
+    said = S.told(S.records(study, "cpu", root=tmp_path))
+    assert all(said.count(repr(row)) == 1 for row in rows if row != "majority") and "majority" not in said
+    assert said.index("fewer trainings than planned") < said.index("'wide, 0'") and "-rate-" not in said
 
 
 def test_trainings_wait_for_a_floor_of_their_task(tmp_path):

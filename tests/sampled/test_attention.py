@@ -12,9 +12,9 @@ from sparseattn.core.attention import dense_attention
 from sparseattn.core.transformer import DenseAttention, Encoder
 from sparseattn.lab import measure
 from sparseattn.sampled import attention as module
-from sparseattn.sampled.attention import (SampledAttention, composed_windows, cycle_attention, random_keys_attention,
-                                          sample_two_keys, window_attention)
-from sparseattn.sampled.cycles import sample_cycle
+from sparseattn.sampled.attention import (SampledAttention, composed_windows, cycle_attention, opening_pattern,
+                                          random_keys_attention, sample_two_keys, window_attention)
+from sparseattn.sampled.cycles import sample_cycle, windows_pattern
 
 
 def _inputs(batch, heads, n, d, dtype=torch.float64, seed=0):
@@ -194,6 +194,31 @@ def test_composition_of_windows_is_not_the_cycle():
         assert (composed_windows(layer, x, order, window) - cycle).abs().max() > 1e-4
     with pytest.raises(ValueError, match="must divide"):
         composed_windows(layer, x, order, 6)
+
+
+@pytest.mark.parametrize("order, window, message", [
+    (torch.tensor([0, 0, 1, 2, 3, 4]), 3, "order must hold each point from 0 to 5 once"),
+    (torch.arange(5), 3, "order must have shape"),
+    (torch.arange(6).expand(2, 6), 3, "one for all clouds"), (torch.arange(6), 2.5, "window must be an integer >= 2"),
+    (torch.arange(6), 1, "window must be an integer >= 2"), (torch.arange(6), 6, "must divide")])
+def test_composition_refuses_what_does_not_fit(order, window, message):
+    with pytest.raises(ValueError, match=message):
+        composed_windows(SampledAttention(8, 2), torch.zeros(1, 6, 8), order, window)
+
+
+@pytest.mark.parametrize("window", [1, 0, -2, 2.5, True])
+def test_a_pattern_has_windows_of_two_points_at_least(window):
+    with pytest.raises(ValueError, match="window must be an integer >= 2"):
+        opening_pattern(torch.arange(6), window)
+
+
+def test_patterns_of_a_window_share_their_queries_or_not():
+    for n, size in ((6, 4), (6, 3), (12, 4)):
+        figure, layer = windows_pattern(torch.arange(n), size, inside="dense"), opening_pattern(torch.arange(n), size)
+        closing = torch.arange(0, n, size - 1)
+        opens = torch.ones(n, dtype=torch.bool).index_fill(0, closing, False)
+        assert torch.equal(figure[opens], layer[opens]) and (layer <= figure).all()
+        assert (figure[closing].sum(1) - layer[closing].sum(1) == min(size - 1, n - size)).all()
 
 
 def test_two_keys_differ_unless_there_is_one():

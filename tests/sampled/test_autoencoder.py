@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from sparseattn.sampled.autoencoder import (SETTINGS, MaskedAutoencoder, Patches, PointEncoder, Reconstruction,
-                                            ShapeClassifier, TokenEmbedding, chamfer_distance, cut_into_groups,
+from sparseattn.sampled.autoencoder import (SETTINGS, EncoderClassifier, MaskedAutoencoder, Patches, PointEncoder,
+                                            Reconstruction, TokenEmbedding, chamfer_distance, cut_into_groups,
                                             draw_hidden, hidden_count, stretch_and_move, visible_and_hidden)
 
 SMALL = dict(dim=16, depth=2, heads=4, groups=10, group_size=6, token_hidden=(8, 8, 8))
@@ -109,7 +109,7 @@ def test_chamfer_gradcheck():
     lambda: MaskedAutoencoder(**SMALL | {"ratio": 1.5}),
     lambda: _model()(cut_into_groups(_random(1, 60, 3), 10, 5)),
     lambda: _model().encoder(Patches(torch.rand(1, 4, 3), torch.rand(1, 5, 6, 3))),
-    lambda: ShapeClassifier(_model().encoder, 0),
+    lambda: EncoderClassifier(_model().encoder, 0),
 ])
 def test_bad_input(call):
     with pytest.raises((TypeError, ValueError)):
@@ -199,7 +199,7 @@ def test_weights_move_between_attentions():
 def test_frozen_and_fine_tuned(frozen):
     encoder = _model("sampled", dropout=0.5).encoder
     before = copy.deepcopy(encoder.state_dict())
-    model = ShapeClassifier(encoder, 4, hidden=8, frozen=frozen).double().train()
+    model = EncoderClassifier(encoder, 4, hidden=8, frozen=frozen).double().train()
     assert encoder.training is not frozen and model.head.training
     torch.nn.functional.cross_entropy(model(_clouds()), torch.tensor([0, 1, 2])).backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()

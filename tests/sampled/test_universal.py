@@ -306,6 +306,8 @@ NETWORK = build_approximator(below_max, 2, 1, 1 / 2)
         (lambda: shift_layers([], [], 1, 2), ValueError, "selective must hold"),
         (lambda: contextual_layers(1, 1, 2), ValueError, "n must be at least 2"),
         (lambda: contextual_layers(2, 1, 2, ticks=3), ValueError, "ticks must be an even"),
+        (lambda: quantising_layers(2, 1, 2, ticks=0), ValueError, "ticks must be an integer >= 1"),
+        (lambda: quantising_layers(2, 1, 2, ticks=1.5), ValueError, "ticks must be an integer >= 1"),
         (lambda: contextual_map(np.zeros((1, 1, 2)), 2), TypeError, "inputs must be an integer"),
         (lambda: contextual_map(np.full((1, 1, 2), 2), 2), ValueError, r"entries 0\.\.1"),
         (lambda: build_approximator(below_max, 2, 1, 0.3), ValueError, "delta must be 1 / r"),

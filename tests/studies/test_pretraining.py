@@ -56,3 +56,14 @@ def test_a_rule_that_knows_the_answer_is_judged_right(data):
     found = P.judged(rule("neighbour"), see, SETTING, data)
     assert found["all examples"].all() and found["3-way, 3-shot"].tolist() == [1.0] * SETTING["few-shot runs"]
     assert set(found) > set(P.VARIANTS)
+
+
+@pytest.mark.parametrize("row, draws", [("draw: sampled", P.DRAWS), ("draw: dense", 1)])
+def test_features_of_a_sampled_encoder_are_judged_from_one_draw_and_from_the_mean_of_several(row, draws, data, built):
+    model, points = built(row), data["test"][0]
+    one, mean = (P.features(model, SETTING, points, draws=count) for count in (1, P.DRAWS))
+    assert model.draws == draws and np.allclose(one, mean, atol=1e-6) == (draws == 1)
+    found = P.frozen(model, SETTING, data)
+    again = P.judged(rule("linear"), lambda x: P.features(model, SETTING, x, draws=1), SETTING, data)
+    assert all(np.array_equal(found[part], again[part]) for part in again)
+    assert set(found) - set(again) == ({P.averaged(part) for part in again} if draws > 1 else set())
