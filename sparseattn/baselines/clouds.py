@@ -789,6 +789,7 @@ class PointTransformerAttention(nn.Module):
         heads, head_dim: checked and not used: every channel has weights of its own.
         coord_dims: coordinates of a point.
         k: neighbours; a cloud of fewer points attends all of them.
+        plane: neighbours are searched by this many of the first coordinates; None takes all, HEPT's authors 2.
 
     Raises:
         ValueError: see `head_channels`; an option out of range; input that does not fit, see `checked_cloud`.
@@ -798,12 +799,16 @@ class PointTransformerAttention(nn.Module):
         torch.Size([2, 10, 16])
     """
 
-    def __init__(self, dim: int, heads: int, *, coord_dims: int, k: int = 16, head_dim: int | None = None):
+    def __init__(self, dim: int, heads: int, *, coord_dims: int, k: int = 16, plane: int | None = None,
+                 head_dim: int | None = None):
         super().__init__()
         head_channels(dim, heads, head_dim)  # refuses what does not fit
         check_count("coord_dims", coord_dims)
         check_count("k", k)
-        self.k, self.coord_dims = k, coord_dims
+        check_count("plane", coord_dims if plane is None else plane)
+        if plane is not None and plane > coord_dims:
+            raise ValueError(f"plane must be at most coord_dims {coord_dims}, got {plane}")
+        self.k, self.plane, self.coord_dims = k, plane, coord_dims
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.place = nn.Sequential(nn.Linear(coord_dims, dim), nn.ReLU(), nn.Linear(dim, dim))
         self.score = nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim))
@@ -826,7 +831,7 @@ class PointTransformerAttention(nn.Module):
         """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims, self.query.weight)
         with torch.no_grad():
-            places = coords.to(torch.promote_types(coords.dtype, torch.float32))
+            places = coords[..., :self.plane].to(torch.promote_types(coords.dtype, torch.float32))
             index, there = uncompiled(nearest)(places, self.k, mask)
         delta = self.place((coords[:, :, None] - gather_points(coords, index)).to(x.dtype))
         q, k, v = self.query(x), self.key(x), self.value(x)

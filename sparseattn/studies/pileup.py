@@ -147,7 +147,7 @@ ROWS = {
     **{name: dict(floor=True) for name in RULES | TREES},
     "HEPT": dict(),
     "no attention": dict(attention="none"),
-    "PointTrans": dict(attention="point_transformer"),
+    "PointTrans": dict(attention="point_transformer", k=64, plane=2),
     "FlatFormer": dict(attention="flatformer", positions=True),
     "HEPT, union": dict(combine="union"),
     "FlatFormer-k": dict(attention="flatformer_k"),
@@ -170,7 +170,7 @@ SETTINGS = {
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0025
 def network(row, setting, data):
     """The network with the attention of a row."""
-    options = {name: ROWS[row][name] for name in ("attention", "positions", "combine") if name in ROWS[row]}
+    options = {name: value for name, value in ROWS[row].items() if name not in ("floor", "seeds")}
     hashed = {} if "attention" in options else dict(decay="summed", regions=setting["regions"])
     return PileupNetwork(data["_inputs"], **hashed, **options)
 

@@ -134,9 +134,9 @@ RIVALS = {
     **{name: dict(attention=attention, positions=True) for name, attention in (
         ("Reformer", "reformer"), ("SMYRF", "smyrf"), ("Performer", "performer"), ("ScatterBrain", "scatterbrain"),
         ("FLT", "flt"), ("FlatFormer", "flatformer"))},
+    "PointTrans": dict(attention="point_transformer", k=64, plane=2),
     **{name: dict(attention=attention) for name, attention in (
-        ("PointTrans", "point_transformer"), ("Performer-k", "performer_k"), ("SMYRF-k", "smyrf_k"),
-        ("FlatFormer-k", "flatformer_k"))},
+        ("Performer-k", "performer_k"), ("SMYRF-k", "smyrf_k"), ("FlatFormer-k", "flatformer_k"))},
     **{name: dict(layer=name.lower()) for name in ("GCN", "DGCNN", "GravNet", "GatedGNN")},
 }
 

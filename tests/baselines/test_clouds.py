@@ -253,6 +253,23 @@ def test_point_transformer_is_pygs(name):
     torch.testing.assert_close(layer(x, rho)[0], layer.out(theirs(x[0], rho[0], edges)))
 
 
+def test_neighbours_in_a_plane_point_by_point():
+    """The nearest by the first two coordinates, offsets by all three."""
+    torch.manual_seed(0)
+    layer = make_attention("point_transformer", 8, 2, coord_dims=3, k=5, plane=2).double()
+    x, rho = numbers(1, 22, 8), numbers(1, 22, 3, seed=5)
+    rows = []
+    for i in range(22):
+        near = (rho[0, i, :2] - rho[0, :, :2]).square().sum(-1).argsort()[:5]
+        delta = layer.place(rho[0, i] - rho[0, near])
+        weight = layer.score(layer.query(x[0, i]) - layer.key(x[0, near]) + delta).softmax(0)
+        rows.append(layer.out((weight * (layer.value(x[0, near]) + delta)).sum(0)))
+    torch.testing.assert_close(layer(x, rho)[0], torch.stack(rows))
+    everywhere = make_attention("point_transformer", 8, 2, coord_dims=3, k=5).double()
+    everywhere.load_state_dict(layer.state_dict())
+    assert not torch.allclose(everywhere(x, rho), layer(x, rho))
+
+
 @pytest.mark.parametrize("change, message", [
     (lambda q, k, v, a, b: clustered_attention(q, k, v, a.double(), b, size=4), "order_q must be an int64 tensor"),
     (lambda q, k, v, a, b: clustered_attention(q, k, v, a, b[..., :-1], size=4), "order_k must have shape"),
@@ -263,6 +280,7 @@ def test_point_transformer_is_pygs(name):
     (lambda q, k, v, a, b: make_attention("flatformer", 8, 2)(q[:, 0, :, :1].expand(-1, -1, 8)), "coords are needed"),
     (lambda q, k, v, a, b: make_attention("smyrf", 8, 2, kernel="gauss"), "kernel must be one of"),
     (lambda q, k, v, a, b: make_attention("smyrf", 8, 2, kernel="hept"), "coord_dims must be an integer >= 1"),
+    (lambda q, k, v, a, b: make_attention("point_transformer", 8, 2, coord_dims=2, plane=3), "plane must be at most"),
     (lambda q, k, v, a, b: window_order(q[:, 0], 5, cells=4), "cells must be an integer >= 5"),
 ])
 def test_refuses(change, message):
