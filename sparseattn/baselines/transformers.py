@@ -705,7 +705,7 @@ class ReformerAttention(_Baseline):
         chunk: points a chunk.
         buckets: number of buckets; None takes 2 n / chunk, see `reformer_attention`.
         max_buckets: most buckets that None may take.
-        across_buckets: attend whole chunks.
+        across_buckets: attend whole chunks, as the code released with HEPT and with SBM-Transformer.
         generator: source of the random directions.
 
     Raises:

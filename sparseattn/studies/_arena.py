@@ -178,7 +178,7 @@ METHODS = {
     "soft 128": dict(samples=128, hard=False) | _ONCE,
     "SBM + I": dict(attention="sbm", self_loops=True) | _ONCE,
     "Nystromformer": dict(attention="nystrom") | _ONCE,
-    "Reformer": dict(attention="reformer") | _ONCE,
+    "Reformer": dict(attention="reformer", across_buckets=True) | _ONCE,
     **{f"SBM, weight {weight}": dict(attention="sbm", weight=weight) | _ONCE for weight in (0.01, 0.001, 0.0001)},
 }
 

@@ -131,9 +131,10 @@ def _numbers(tests):
 
 # %% ../../nbs/hept/34_tracking.ipynb #9bb64502
 RIVALS = {
+    "Reformer": dict(attention="reformer", positions=True, chunk=100, rounds=3, across_buckets=True),
     **{name: dict(attention=attention, positions=True) for name, attention in (
-        ("Reformer", "reformer"), ("SMYRF", "smyrf"), ("Performer", "performer"), ("ScatterBrain", "scatterbrain"),
-        ("FLT", "flt"), ("FlatFormer", "flatformer"))},
+        ("SMYRF", "smyrf"), ("Performer", "performer"), ("ScatterBrain", "scatterbrain"), ("FLT", "flt"),
+        ("FlatFormer", "flatformer"))},
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
     **{name: dict(attention=attention) for name, attention in (
         ("Performer-k", "performer_k"), ("SMYRF-k", "smyrf_k"), ("FlatFormer-k", "flatformer_k"))},
