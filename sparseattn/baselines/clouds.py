@@ -21,7 +21,7 @@ from ..core.attention import (AttentionInfo, attention_logits, check_choice, che
                                        check_finite, check_points, check_qkv, check_scale, checked_cloud,
                                        checked_coords, fused_attention, hide_masked, masked_softmax, sees_values,
                                        uncompiled)
-from ..core.kernels import append_coordinates
+from ..core.kernels import CoordinateDecay, append_coordinates
 from ..core.points import gather_points
 from ..core.transformer import head_channels, register_attention
 
@@ -229,7 +229,7 @@ def _centred(coords, mask):
 class _PointAttention(nn.Module):
     "Projections, kernel and info around attention that may know places."
 
-    def __init__(self, dim, heads, head_dim, kernel="softmax", coord_dims=0):
+    def __init__(self, dim, heads, head_dim, kernel="softmax", coord_dims=0, decay="direct"):
         super().__init__()
         check_choice("kernel", kernel, ("softmax", "hept"))
         check_count("coord_dims", coord_dims, 1 if kernel == "hept" else 0)
@@ -237,7 +237,7 @@ class _PointAttention(nn.Module):
         self.coord_dims = coord_dims
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
         self.out = nn.Linear(heads * self.head_dim, dim)
-        self.log_omega = nn.Parameter(torch.full((heads, coord_dims), 2.3)) if kernel == "hept" else None
+        self.decay = CoordinateDecay(heads, coord_dims, decay, self.head_dim) if kernel == "hept" else None
         self.width = self.head_dim + (coord_dims if kernel == "hept" else 0)
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
@@ -260,8 +260,8 @@ class _PointAttention(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
             coords = None if coords is None else _centred(coords.to(torch.promote_types(coords.dtype, q.dtype)), mask)
-            if self.log_omega is not None:
-                q, k = (append_coordinates(part, coords, self.log_omega.exp()) for part in (q, k))
+            if self.decay is not None:
+                q, k = (append_coordinates(part, coords, self.decay()) for part in (q, k))
             heads = self._attend(q, k, v, coords, mask).to(x.dtype)
         out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
         return (out, self._info(x, mask)) if return_info else out
@@ -297,6 +297,7 @@ class SMYRFAttention(_PointAttention):
         size: points in a cluster.
         kernel: "softmax", or "hept", the kernel of features and places, hashed by both.
         coord_dims: coordinates of a point, for "hept".
+        decay: form of omega, see `CoordinateDecay`; HEPT's authors "summed".
         head_dim: channels of a head; None takes `dim // heads`.
         impl: see `clustered_attention`.
         generator: source of the random directions, fixed at construction.
@@ -310,9 +311,9 @@ class SMYRFAttention(_PointAttention):
     """
 
     def __init__(self, dim: int, heads: int, *, tables: int = 3, size: int = 100, kernel: str = "softmax",
-                 coord_dims: int = 0, head_dim: int | None = None, impl: str = "fast",
+                 coord_dims: int = 0, decay: str = "direct", head_dim: int | None = None, impl: str = "fast",
                  generator: torch.Generator | None = None):
-        super().__init__(dim, heads, head_dim, kernel, coord_dims)
+        super().__init__(dim, heads, head_dim, kernel, coord_dims, decay)
         check_count("tables", tables)
         check_count("size", size)
         check_choice("impl", impl, ("fast", "reference"))
@@ -599,6 +600,7 @@ class PerformerKernelAttention(_PointAttention):
         dim, heads, head_dim: see `SMYRFAttention`.
         coord_dims: coordinates of a point.
         features: random features a head.
+        decay: form of omega, see `CoordinateDecay`; HEPT's authors "summed".
         generator: source of the draws, fixed at construction.
 
     Raises:
@@ -609,9 +611,9 @@ class PerformerKernelAttention(_PointAttention):
         torch.Size([2, 10, 16])
     """
 
-    def __init__(self, dim: int, heads: int, *, coord_dims: int, features: int = 200, head_dim: int | None = None,
-                 generator: torch.Generator | None = None):
-        super().__init__(dim, heads, head_dim, "hept", coord_dims)
+    def __init__(self, dim: int, heads: int, *, coord_dims: int, features: int = 200, decay: str = "direct",
+                 head_dim: int | None = None, generator: torch.Generator | None = None):
+        super().__init__(dim, heads, head_dim, "hept", coord_dims, decay)
         check_count("features", features)
         self.register_buffer("features", orthogonal_features(features, self.width, heads=heads, generator=generator))
 
@@ -702,6 +704,7 @@ class FlatFormerAttention(_PointAttention):
         size: points in a group.
         kernel: "softmax", or "hept", the kernel of features and places.
         coord_dims: coordinates of a point; 0 takes any number, for "softmax".
+        decay: form of omega, see `CoordinateDecay`; HEPT's authors "summed".
         impl: see `clustered_attention`.
 
     Raises:
@@ -713,8 +716,8 @@ class FlatFormerAttention(_PointAttention):
     """
 
     def __init__(self, dim: int, heads: int, *, slices: int = 30, size: int = 200, kernel: str = "softmax",
-                 coord_dims: int = 0, head_dim: int | None = None, impl: str = "fast"):
-        super().__init__(dim, heads, head_dim, kernel, coord_dims)
+                 coord_dims: int = 0, decay: str = "direct", head_dim: int | None = None, impl: str = "fast"):
+        super().__init__(dim, heads, head_dim, kernel, coord_dims, decay)
         for name, value in (("slices", slices), ("size", size)):
             check_count(name, value)
         check_choice("impl", impl, ("fast", "reference"))

@@ -150,7 +150,7 @@ ROWS = {
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
     "FlatFormer": dict(attention="flatformer", positions=True),
     "HEPT, union": dict(combine="union"),
-    "FlatFormer-k": dict(attention="flatformer_k"),
+    "FlatFormer-k": dict(attention="flatformer_k", decay="summed"),
     "Performer": dict(attention="performer", positions=True),
 }
 

@@ -136,7 +136,7 @@ RIVALS = {
         ("SMYRF", "smyrf"), ("Performer", "performer"), ("ScatterBrain", "scatterbrain"), ("FLT", "flt"),
         ("FlatFormer", "flatformer"))},
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
-    **{name: dict(attention=attention) for name, attention in (
+    **{name: dict(attention=attention, decay="summed") for name, attention in (
         ("Performer-k", "performer_k"), ("SMYRF-k", "smyrf_k"), ("FlatFormer-k", "flatformer_k"))},
     **{name: dict(layer=name.lower()) for name in ("GCN", "DGCNN", "GravNet", "GatedGNN")},
 }

@@ -215,16 +215,20 @@ def test_impl_of_a_layer_is_the_same_function(name):
     torch.testing.assert_close(*outs, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("decay", ["direct", "summed"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_kernel_of_a_layer_is_hepts(tied):
+def test_kernel_of_a_layer_is_hepts(tied, decay):
     """One group of all points: the paper's kernel on all pairs."""
     torch.manual_seed(0)
-    layer = make_attention("flatformer_k", 8, 2, coord_dims=2, size=22).double()
+    layer = make_attention("flatformer_k", 8, 2, coord_dims=2, size=22, decay=decay).double()
     x, rho = numbers(1, 22, 8), numbers(1, 22, 2, seed=5)
     if tied:
         layer.key.load_state_dict(layer.query.state_dict())
     q, k, v = (f(x).view(1, 22, 2, 4).transpose(1, 2) for f in (layer.query, layer.key, layer.value))
-    q, k = (append_coordinates(part, rho, layer.log_omega.exp()) for part in (q, k))
+    omega = torch.full((2, 2), 10.0, dtype=torch.float64)
+    if decay == "summed":  # ten exponentials of sums over a head's channels, shared by both coordinates
+        omega = layer.decay.rpe.weight.view(2, 4, 10).sum(1).exp().sum(-1, keepdim=True).expand(2, 2)
+    q, k = (append_coordinates(part, rho, omega) for part in (q, k))
     expected = layer.out(dense_attention(q, k, v, kernel="gaussian").transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x, rho), expected)
 

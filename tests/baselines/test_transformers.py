@@ -218,7 +218,8 @@ def test_reformer_fast_equals_reference(n, rounds, chunk, buckets, masked, acros
         (q, v))
 
 
-def test_reformer_pattern_by_brute_force():
+@pytest.mark.parametrize("across", [False, True])
+def test_reformer_pattern_by_brute_force(across):
     q, _, _ = inputs(b=1, h=1, n=25)
     rotations, chunk, buckets = torch.randn(1, 2, 6, 2, generator=generator(1)), 4, 4
     label = lsh_buckets(q, rotations, buckets)[0, 0]
@@ -228,11 +229,11 @@ def test_reformer_pattern_by_brute_force():
         chunk_of = {i: place // chunk for place, i in enumerate(order)}
         for i in range(25):
             for j in range(25):
-                if i != j and label[r, i] == label[r, j] and chunk_of[i] - chunk_of[j] in (0, 1):
+                if i != j and (across or label[r, i] == label[r, j]) and chunk_of[i] - chunk_of[j] in (0, 1):
                     expected[i, j] = True
     alone = ~expected.any(1)
     expected[alone, alone.nonzero().flatten()] = True
-    found = lsh_pattern(q, rotations=rotations, chunk=chunk, buckets=buckets)[0, 0]
+    found = lsh_pattern(q, rotations=rotations, chunk=chunk, buckets=buckets, across_buckets=across)[0, 0]
     assert torch.equal(found, expected)
 
 

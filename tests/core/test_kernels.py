@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparseattn.core.attention import attention_logits, dense_attention
-from sparseattn.core.kernels import append_coordinates, softmax_as_gaussian
+from sparseattn.core.kernels import CoordinateDecay, append_coordinates, softmax_as_gaussian
 
 
 def draw(*shape, seed=0):
@@ -68,3 +68,16 @@ def test_coordinates_that_do_not_fit_are_refused():
         append_coordinates(x.long(), coords, torch.ones(2, 1))
     with pytest.raises(ValueError, match="negative"):
         append_coordinates(x, coords, -torch.ones(2, 1))
+
+
+def test_decay_forms():
+    assert torch.allclose(CoordinateDecay(3, 2)(), torch.tensor(10.0))
+    summed = CoordinateDecay(2, 3, "summed", 4)
+    omega, weight = summed(), summed.rpe.weight
+    assert omega.shape == (2, 3)
+    for h, c in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
+        j = max(c - 1, 0)
+        terms = [sum(weight[4 * h + d, 10 * j + k] for d in range(4)).exp() for k in range(10)]
+        torch.testing.assert_close(omega[h, c], sum(terms))
+    with pytest.raises(ValueError, match="decay must be one of"):
+        CoordinateDecay(2, 3, "other")

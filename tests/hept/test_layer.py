@@ -9,7 +9,7 @@ import torch
 from sparseattn.core.transformer import Encoder
 from sparseattn.hept import attention
 from sparseattn.hept.attention import hept_attention
-from sparseattn.hept.layer import CoordinateDecay, HEPTAttention
+from sparseattn.hept.layer import HEPTAttention
 from sparseattn.hept.models import HEPTModel
 
 
@@ -253,19 +253,6 @@ def test_layer_on_a_gpu(dtype):
         out = module(x, coords, mask)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float().cpu(), expected, rtol=0.05, atol=0.05)
-
-
-def test_decay_forms():
-    assert torch.allclose(CoordinateDecay(3, 2)(), torch.tensor(10.0))
-    summed = CoordinateDecay(2, 3, "summed", 4)
-    omega, weight = summed(), summed.rpe.weight
-    assert omega.shape == (2, 3)
-    for h, c in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
-        j = max(c - 1, 0)
-        terms = [sum(weight[4 * h + d, 10 * j + k] for d in range(4)).exp() for k in range(10)]
-        torch.testing.assert_close(omega[h, c], sum(terms))
-    with pytest.raises(ValueError, match="decay must be 'direct' or 'summed'"):
-        CoordinateDecay(2, 3, "other")
 
 
 def test_layer_info():
