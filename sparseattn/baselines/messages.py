@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .sets import nearest
-from ..core.attention import check_choice, check_count, checked_cloud, hide_masked, uncompiled
+from ..core.attention import check_choice, check_count, check_number, checked_cloud, hide_masked, uncompiled
 from ..core.points import gather_points
 
 # %% ../../nbs/baselines/39_messages.ipynb #f5d0b8a6
@@ -126,20 +126,25 @@ class GravNetLayer(nn.Module):
         inputs, outputs: channels.
         k: neighbours, the point itself included.
         space: dimensions of the learned places. sent: channels of a message.
+        beta: decay with the squared distance before training; 10 is its authors', HEPT's draw its logarithm from N(0, 1).
 
     Example:
         >>> GravNetLayer(4, 6, k=3)(torch.randn(1, 9, 4)).shape
         torch.Size([1, 9, 6])
     """
 
-    def __init__(self, inputs: int, outputs: int, *, k: int = 32, space: int = 32, sent: int = 32):
+    def __init__(self, inputs: int, outputs: int, *, k: int = 32, space: int = 32, sent: int = 32,
+                 beta: float = 10.0):
         super().__init__()
         for name, value in (("k", k), ("space", space), ("sent", sent)):
             check_count(name, value)
+        check_number("beta", beta)
+        if not beta > 0:
+            raise ValueError(f"beta must be positive, got {beta!r}")
         self.k = k
         self.space, self.send = nn.Linear(inputs, space), nn.Linear(inputs, sent)
         self.own, self.read = nn.Linear(inputs, outputs, bias=False), nn.Linear(2 * sent, outputs)
-        self.log_width = nn.Parameter(torch.tensor(10.0).log())
+        self.log_width = nn.Parameter(torch.tensor(float(beta)).log())
 
     def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n d"]:
         """New features of every point."""
@@ -204,6 +209,7 @@ class MessageNetwork(nn.Module):
         layer: "gcn", "dgcnn", "gravnet" or "gatedgnn"; "gcn" and "gatedgnn" can be differentiated once.
         dim, depth: width and layers; None takes HEPT's width of the layer.
         k: neighbours; None takes 64 for graphs of places, 32 for those of features.
+        beta: of "gravnet" alone, see `GravNetLayer`; None takes its default.
         dropout: probability.
 
     Raises:
@@ -215,9 +221,13 @@ class MessageNetwork(nn.Module):
     """
 
     def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, layer: str = "gravnet",
-                 dim: int | None = None, depth: int = 4, k: int | None = None, dropout: float = 0.1):
+                 dim: int | None = None, depth: int = 4, k: int | None = None,
+                 beta: float | None = None, dropout: float = 0.1):
         super().__init__()
         check_choice("layer", layer, _WIDTHS)
+        if beta is not None and layer != "gravnet":
+            raise ValueError(f"beta needs layer='gravnet', got {layer!r}")
+        start = {} if beta is None else {"beta": beta}
         dim, self.searches = _WIDTHS[layer] if dim is None else dim, layer in ("dgcnn", "gravnet")
         self.k = (32 if self.searches else 64) if k is None else k
         counts = {"features": features, "coord_dims": coord_dims, "dim": dim, "depth": depth, "k": self.k}
@@ -225,7 +235,8 @@ class MessageNetwork(nn.Module):
             check_count(name, value)
         self.features, self.coord_dims, self.kind, plane = features, coord_dims, layer, min(2, coord_dims)
         make = {"gcn": lambda: GCNLayer(dim, dim), "gatedgnn": lambda: GatedLayer(dim, dim, coord_dims=plane),
-                "dgcnn": lambda: DynamicEdgeLayer(dim, dim, k=self.k), "gravnet": lambda: GravNetLayer(dim, dim, k=self.k)}
+                "dgcnn": lambda: DynamicEdgeLayer(dim, dim, k=self.k),
+                "gravnet": lambda: GravNetLayer(dim, dim, k=self.k, **start)}
         self.encode = nn.Sequential(nn.Linear(features, dim), nn.ReLU(), nn.Linear(dim, dim))
         self.before = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim)) for _ in range(depth))
         self.layers = nn.ModuleList(make[layer]() for _ in range(depth))

@@ -132,13 +132,16 @@ def _numbers(tests):
 # %% ../../nbs/hept/34_tracking.ipynb #9bb64502
 RIVALS = {
     "Reformer": dict(attention="reformer", positions=True, chunk=100, rounds=3, across_buckets=True),
-    **{name: dict(attention=attention, positions=True) for name, attention in (
-        ("SMYRF", "smyrf"), ("Performer", "performer"), ("ScatterBrain", "scatterbrain"), ("FLT", "flt"),
-        ("FlatFormer", "flatformer"))},
+    "SMYRF": dict(attention="smyrf", positions=True),
+    "Performer": dict(attention="performer", positions=True, features=200),
+    "ScatterBrain": dict(attention="scatterbrain", positions=True, tables=3, features=50),
+    "FLT": dict(attention="flt", positions=True),
+    "FlatFormer": dict(attention="flatformer", positions=True),
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
     **{name: dict(attention=attention, decay="summed") for name, attention in (
         ("Performer-k", "performer_k"), ("SMYRF-k", "smyrf_k"), ("FlatFormer-k", "flatformer_k"))},
-    **{name: dict(layer=name.lower()) for name in ("GCN", "DGCNN", "GravNet", "GatedGNN")},
+    "GCN": dict(layer="gcn"), "DGCNN": dict(layer="dgcnn"), "GravNet": dict(layer="gravnet", beta=1.0),
+    "GatedGNN": dict(layer="gatedgnn"),
 }
 
 AFTER = {"(eta, phi) hashed, softmax": dict(kernel="softmax", hash_by="coords", positions=True),

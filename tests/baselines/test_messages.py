@@ -70,6 +70,20 @@ def test_gravnet_is_pygs():
     torch.testing.assert_close(layer(x)[0], layer.own(x[0]) + layer.read(sent))
 
 
+@pytest.mark.parametrize("beta", [10.0, 1.0, 0.3])
+def test_gravnet_starts_where_it_is_told(beta):
+    """Messages of an untrained layer fall with the squared distance as exp(-beta d^2)."""
+    torch.manual_seed(0)
+    layer = MessageNetwork(5, 2, layer="gravnet", dim=5, depth=1, k=20, beta=beta).double().layers[0]
+    x, rows = numbers(1, 20, 5), []
+    space = layer.space(x[0])
+    for place in space:
+        sent = (-beta * (space - place).square().sum(-1)).exp()[:, None] * layer.send(x[0])
+        rows.append(torch.cat([sent.mean(0), sent.amax(0)]))
+    expected = layer.own(x[0]) + layer.read(torch.stack(rows))
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-5, atol=1e-6)  # the start is float32's logarithm
+
+
 def test_dynamic_edges_are_pygs():
     nn = pytest.importorskip("torch_geometric.nn")
     x, layer = numbers(1, 20, 5), shaken(DynamicEdgeLayer(5, 7, k=4, space=3))
@@ -125,6 +139,8 @@ def test_one_point(name):
 
 @pytest.mark.parametrize("call, message", [
     (lambda: MessageNetwork(5, 3, layer="gat"), "layer must be one of"),
+    (lambda: MessageNetwork(5, 3, layer="gcn", beta=1.0), "beta needs layer='gravnet'"),
+    (lambda: GravNetLayer(5, 3, beta=0), "beta must be positive"),
     (lambda: MessageNetwork(5, 3, k=0), "k must be an integer >= 1"),
     (lambda: MessageNetwork(5, 3)(torch.zeros(1, 4, 6), torch.zeros(1, 4, 3)), "x must have 5 channels"),
     (lambda: MessageNetwork(5, 3)(torch.zeros(1, 4, 5), torch.zeros(1, 4, 2)), "coords must have shape"),
