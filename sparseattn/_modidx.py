@@ -2018,6 +2018,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'sparseattn.hept.models._compact': ('hept/models.html#_compact', 'sparseattn/hept/models.py'),
                                         'sparseattn.hept.models._distance': ('hept/models.html#_distance', 'sparseattn/hept/models.py'),
                                         'sparseattn.hept.models._neighbours': ('hept/models.html#_neighbours', 'sparseattn/hept/models.py'),
+                                        'sparseattn.hept.models._place_code': ('hept/models.html#_place_code', 'sparseattn/hept/models.py'),
                                         'sparseattn.hept.models._released_state': ( 'hept/models.html#_released_state',
                                                                                     'sparseattn/hept/models.py'),
                                         'sparseattn.hept.models._same_particle': ( 'hept/models.html#_same_particle',

@@ -186,23 +186,27 @@ class Layer(nn.Module):
         hidden: channels inside the feed-forward part.
         dropout: probability, after attention and after the feed-forward part.
         activation: module class between the two linear maps.
+        place: module from coords (b, n, k) to (b, n, dim), added to what attention reads and not to what the layer
+            hands on; None adds nothing.
 
     Example:
         >>> Layer(make_attention("dense", 16, 4), 16, 32)(torch.randn(1, 5, 16)).shape
         torch.Size([1, 5, 16])
     """
 
-    def __init__(self, attention: nn.Module, dim: int, hidden: int, dropout: float = 0.0, activation=nn.ReLU):
+    def __init__(self, attention: nn.Module, dim: int, hidden: int, dropout: float = 0.0, activation=nn.ReLU,
+                 place: nn.Module | None = None):
         super().__init__()
         check_count("hidden", hidden)
         check_number("dropout", dropout, 0, 1)
-        self.attention, self.dropout = attention, nn.Dropout(dropout)
+        self.attention, self.dropout, self.place = attention, nn.Dropout(dropout), place
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.feed = nn.Sequential(nn.Linear(dim, hidden), activation(), nn.Linear(hidden, dim))
 
     def forward(self, x, coords=None, mask=None, return_info: bool = False, **draw):
         """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports. `draw`: see `Encoder`."""
-        found = self.attention(self.norm1(x), coords, mask, return_info, **draw)
+        read = x if self.place is None else x + self.place(coords.to(x.dtype))
+        found = self.attention(self.norm1(read), coords, mask, return_info, **draw)
         out, info = found if return_info else (found, None)
         x = x + self.dropout(out)
         x = x + self.dropout(self.feed(self.norm2(x)))
@@ -219,6 +223,7 @@ class Encoder(nn.Module):
         attention: a registered name, see `sparseattn.attentions()`.
         hidden: channels inside the feed-forward parts; None takes `4 * dim`.
         dropout: probability.
+        place: makes the `place` of each layer, called once a layer; None for none.
         options: passed to the attention module.
 
     Example:
@@ -227,12 +232,13 @@ class Encoder(nn.Module):
     """
 
     def __init__(self, dim: int, depth: int, heads: int, *, attention: str = "dense", hidden: int | None = None,
-                 dropout: float = 0.0, **options):
+                 dropout: float = 0.0, place: Callable[[], nn.Module] | None = None, **options):
         super().__init__()
         check_count("depth", depth, 0)
         self.dim = dim
         self.layers = nn.ModuleList(
-            Layer(make_attention(attention, dim, heads, **options), dim, 4 * dim if hidden is None else hidden, dropout)
+            Layer(make_attention(attention, dim, heads, **options), dim, 4 * dim if hidden is None else hidden, dropout,
+                  place=place and place())
             for _ in range(depth))
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,

@@ -9,6 +9,7 @@ __all__ = ['SIMILARITIES', 'EmbeddingHead', 'HEPTModel', 'similarity', 'Pairs', 
 # %% ../../nbs/hept/33_models.ipynb #e1636b0c
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.spatial import cKDTree
 from torch import Tensor, nn
 
-from ..core.attention import check_number, check_points, checked_cloud, hide_masked, sees_values
+from ..core.attention import check_choice, check_number, check_points, checked_cloud, hide_masked, sees_values
 from ..core.transformer import Encoder, takes_option
 
 # %% ../../nbs/hept/33_models.ipynb #12cebedf
@@ -49,6 +50,11 @@ class EmbeddingHead(nn.Module):
         return x + self.dropout(self.correct(x))
 
 # %% ../../nbs/hept/33_models.ipynb #33mode02
+def _place_code(coord_dims, dim):
+    "The released code of places, from coordinates to channels."
+    return nn.Sequential(nn.Linear(coord_dims, dim), nn.LayerNorm(dim), nn.ReLU(), nn.Linear(dim, dim))
+
+
 class HEPTModel(nn.Module):
     """Point transformer for embeddings of hits, HEPT Appendix C.1 with the released head.
 
@@ -58,8 +64,9 @@ class HEPTModel(nn.Module):
         outputs: channels of the embedding.
         dim, depth, heads: width, layers, heads; each head is `dim` wide.
         attention: a registered mechanism, see `sparseattn.attentions()`; it is told the coordinates if it asks for them.
-        positions: add a learned code of the coordinates to the input of the layers, for mechanisms that do not know
-            places (Sec 6.2); released, every layer has a code of its own.
+        positions: where a learned code of the coordinates is added, for mechanisms that do not know places (Sec 6.2):
+            "layers", as released, a code of its own to what the attention of each layer reads; "input" or True, one to
+            the input of the layers; False adds none.
         dropout: probability.
         options: passed to the attention, e.g. `tables`, `block_size`, `regions`, `combine`.
 
@@ -69,16 +76,17 @@ class HEPTModel(nn.Module):
     """
 
     def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, dim: int = 24, depth: int = 4,
-                 heads: int = 8, attention: str = "hept", dropout: float = 0.1, positions: bool = False, **options):
+                 heads: int = 8, attention: str = "hept", dropout: float = 0.1, positions: bool | str = False, **options):
         super().__init__()
         self.features, self.coord_dims = features, coord_dims
         self.encode = nn.Sequential(nn.Linear(features, dim), nn.ReLU(), nn.Linear(dim, dim))
-        self.place = None
-        if positions:
-            self.place = nn.Sequential(nn.Linear(coord_dims, dim), nn.LayerNorm(dim), nn.ReLU(), nn.Linear(dim, dim))
+        check_choice("positions", positions, (False, True, "input", "layers"))
+        code = partial(_place_code, coord_dims, dim)
+        self.place = code() if positions in (True, "input") else None
         known = {"head_dim": dim, "coord_dims": coord_dims}
         known = {name: value for name, value in known.items() if takes_option(attention, name)}
-        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout, **known | options)
+        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout,
+                               place=code if positions == "layers" else None, **known | options)
         self.head = EmbeddingHead(dim * (depth + 1), outputs, dropout=dropout)
 
     def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"],

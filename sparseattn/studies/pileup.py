@@ -151,7 +151,7 @@ ROWS = {
     "FlatFormer": dict(attention="flatformer", positions=True),
     "HEPT, union": dict(combine="union"),
     "FlatFormer-k": dict(attention="flatformer_k", decay="summed"),
-    "Performer": dict(attention="performer", positions=True, features=200),
+    "Performer": dict(attention="performer", positions="layers", features=200),
 }
 
 SETTINGS = {

@@ -131,11 +131,11 @@ def _numbers(tests):
 
 # %% ../../nbs/hept/34_tracking.ipynb #9bb64502
 RIVALS = {
-    "Reformer": dict(attention="reformer", positions=True, chunk=100, rounds=3, across_buckets=True),
-    "SMYRF": dict(attention="smyrf", positions=True),
-    "Performer": dict(attention="performer", positions=True, features=200),
-    "ScatterBrain": dict(attention="scatterbrain", positions=True, tables=3, features=50),
-    "FLT": dict(attention="flt", positions=True),
+    "Reformer": dict(attention="reformer", positions="layers", chunk=100, rounds=3, across_buckets=True),
+    "SMYRF": dict(attention="smyrf", positions="layers"),
+    "Performer": dict(attention="performer", positions="layers", features=200),
+    "ScatterBrain": dict(attention="scatterbrain", positions="layers", tables=3, features=50),
+    "FLT": dict(attention="flt"),
     "FlatFormer": dict(attention="flatformer", positions=True),
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
     **{name: dict(attention=attention, decay="summed") for name, attention in (

@@ -54,7 +54,7 @@ def small(**options):
     return HEPTModel(15, 6, **{**dict(dim=8, depth=2, heads=2, block_size=10), **options}).eval()
 
 
-@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("positions", [False, True, "layers"])
 @pytest.mark.parametrize("name", sparseattn.attentions())
 def test_every_attention_makes_a_model(name, positions):
     needs = {"linformer": dict(max_length=33, rank=4), "point_transformer": dict(k=4)}.get(name, {})
@@ -64,6 +64,18 @@ def test_every_attention_makes_a_model(name, positions):
     assert out.shape == (2, 33, 12) and out.isfinite().all() and not out[~mask].any()
     if positions:
         assert not torch.equal(model(x, coords + torch.rand(6), mask), out)
+
+
+def test_places_enter_every_layer_and_are_not_handed_on():
+    model = HEPTModel(15, 6, dim=8, depth=2, heads=2, attention="dense", positions="layers").eval()
+    x, coords, _ = inputs()
+    states = [model.encode(x)]
+    for layer in model.encoder.layers:
+        state = states[-1] + layer.attention(layer.norm1(states[-1] + layer.place(coords)))
+        states.append(state + layer.feed(layer.norm2(state)))
+    torch.testing.assert_close(model(x, coords), model.head(torch.cat(states, -1)))
+    first, second = (layer.place[0].weight for layer in model.encoder.layers)
+    assert not torch.equal(first, second) and model.place is None
 
 
 def inputs(n=33):
@@ -122,6 +134,8 @@ def test_model_refuses():
     x, coords, _ = inputs()
     with pytest.raises(ValueError, match="attention is 'nothing'"):
         small(attention="nothing")
+    with pytest.raises(ValueError, match="positions must be one of"):
+        small(positions="everywhere")
     with pytest.raises(TypeError, match="wrong"):
         small(wrong=1)
     with pytest.raises(ValueError, match="coords"):
