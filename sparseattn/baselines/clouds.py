@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .sets import nearest
-from .transformers import orthogonal_features, performer_attention
+from .transformers import _draw_again, orthogonal_features, performer_attention
 from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_generator,
                                        check_finite, check_points, check_qkv, check_scale, checked_cloud,
                                        checked_coords, fused_attention, hide_masked, masked_softmax, sees_values,
@@ -322,9 +322,13 @@ class SMYRFAttention(_PointAttention):
         width = self.width + (2 if kernel == "softmax" else 0)
         self.register_buffer("directions", torch.randn(heads, tables, width, generator=generator))
 
+    def rehash(self, generator: torch.Generator | None = None) -> None:
+        """Draw new directions of the hash, on the generator's device."""
+        _draw_again(self.directions, generator)
+
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw new directions."""
-        self.directions.copy_(torch.randn(self.directions.shape, generator=generator))
+        """Draw all anew."""
+        self.rehash(generator)
 
     def _orders(self, q, k, mask):
         with torch.no_grad():

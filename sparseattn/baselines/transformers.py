@@ -281,6 +281,12 @@ def _convolved(v, filters):
     return out.view(b, e, h, n).permute(0, 2, 3, 1)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #a4adfef4
+def _draw_again(buffer, generator):
+    "Fill a tensor with N(0, 1), in place; drawn on the generator's device."
+    device = None if generator is None else generator.device
+    buffer.copy_(torch.randn(buffer.shape, generator=generator, device=device))
+
+
 def lsh_buckets(x: Float[Tensor, "b h n d"], rotations: Float[Tensor, "#h r d w"],
                 buckets: Int[Tensor, "*b"] | int) -> Int[Tensor, "b h r n"]:
     """Angular hash of points: the largest of +-(x . rotation). Reformer, Sec 2, "LSH attention".
@@ -730,9 +736,13 @@ class ReformerAttention(_Baseline):
         width = -(-(buckets or max_buckets) // 2)
         self.register_buffer("rotations", torch.randn(heads, rounds, self.head_dim, width, generator=generator))
 
+    def rehash(self, generator: torch.Generator | None = None) -> None:
+        """Draw new directions of the hash, on the generator's device."""
+        _draw_again(self.rotations, generator)
+
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw new directions."""
-        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
+        """Draw all anew, which is the hash alone."""
+        self.rehash(generator)
 
     def _attend(self, q, k, v, mask):
         return _reformer(q, v, self.rotations, self.chunk, self.buckets, self.across_buckets, mask, "fast")

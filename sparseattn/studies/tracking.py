@@ -131,15 +131,16 @@ def _numbers(tests):
 
 # %% ../../nbs/hept/34_tracking.ipynb #9bb64502
 RIVALS = {
-    "Reformer": dict(attention="reformer", positions="layers", chunk=100, rounds=3, across_buckets=True),
-    "SMYRF": dict(attention="smyrf", positions="layers"),
+    "Reformer": dict(attention="reformer", positions="layers", rehash=True, chunk=100, rounds=3, across_buckets=True),
+    "SMYRF": dict(attention="smyrf", positions="layers", rehash=True),
     "Performer": dict(attention="performer", positions="layers", features=200),
-    "ScatterBrain": dict(attention="scatterbrain", positions="layers", tables=3, features=50),
+    "ScatterBrain": dict(attention="scatterbrain", positions="layers", rehash=True, tables=3, features=50),
     "FLT": dict(attention="flt"),
     "FlatFormer": dict(attention="flatformer", positions=True),
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
-    **{name: dict(attention=attention, decay="summed") for name, attention in (
-        ("Performer-k", "performer_k"), ("SMYRF-k", "smyrf_k"), ("FlatFormer-k", "flatformer_k"))},
+    "Performer-k": dict(attention="performer_k", decay="summed"),
+    "SMYRF-k": dict(attention="smyrf_k", decay="summed", rehash=True),
+    "FlatFormer-k": dict(attention="flatformer_k", decay="summed"),
     "GCN": dict(layer="gcn"), "DGCNN": dict(layer="dgcnn"), "GravNet": dict(layer="gravnet", beta=1.0),
     "GatedGNN": dict(layer="gatedgnn"),
 }
@@ -232,7 +233,7 @@ class Standardise(nn.Module):
 
 def network(row, setting, data):
     """The paper's network with the attention of a row, or one that passes messages."""
-    options = {k: v for k, v in ROWS[row].items() if k not in ("floor", "seeds", "drawn")}
+    options = {k: v for k, v in ROWS[row].items() if k not in ("floor", "seeds", "drawn", "rehash")}
     if row.removesuffix(", drawn") in RIVALS:
         make = MessageNetwork if "layer" in options else HEPTModel
         model = make(15, 6, dropout=0.0, **options)
@@ -252,7 +253,8 @@ def batches(row, setting, data, seed, epoch):
         clouds = data["train"][kinds[i % len(kinds)]]
         chosen = int(torch.randint(len(clouds), (), generator=g))
         batch = _batch(clouds[chosen], data["_pairs"], (i % len(kinds), chosen), setting["negatives"])
-        yield _with_drawn(batch, clouds[chosen].particle, draws) if ROWS[row].get("drawn") else batch
+        batch = _with_drawn(batch, clouds[chosen].particle, draws) if ROWS[row].get("drawn") else batch
+        yield batch | {"rehash": True} if ROWS[row].get("rehash") else batch
 
 
 def _batch(cloud, known, key, negatives):
@@ -271,7 +273,10 @@ def _with_drawn(batch, particle, generator):
 
 
 def loss(model, batch, generator):
-    """InfoNCE of one cloud."""
+    """InfoNCE of one cloud, hashed by new directions in rows that say so."""
+    for part in model.modules() if batch.get("rehash") else []:
+        if hasattr(part, "rehash"):
+            part.rehash(generator)
     return tracking_loss(model, batch)
 
 # %% ../../nbs/hept/34_tracking.ipynb #2326ffc5

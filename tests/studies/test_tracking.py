@@ -15,6 +15,7 @@ from sparseattn.studies.tracking import (
     _for_whole_events,
     batches,
     find_tracks,
+    loss,
     network,
     whole,
 )
@@ -55,6 +56,28 @@ def test_drawn_negatives_stand_for_the_farther_half():
             assert torch.equal(near[:, :half], far[:, :half]) and not torch.equal(near[:, half:], far[:, half:])
         same = next(b for b in other[1:] if torch.equal(b["x"], other[0]["x"]))
         assert not torch.equal(same["pairs"].negatives, other[0]["pairs"].negatives)
+
+
+def test_rivals_that_hash_draw_their_directions_in_every_step():
+    """New directions with every loss, the same from the same generator; random features and other rows stay."""
+    setting = STUDY.at("smoke") | {"epoch": 1}
+    data = {"train": {"example": [collisions.positions_only(collisions.example_clouds()[0])]}, "_pairs": {},
+            "_inputs": (torch.zeros(15), torch.ones(15))}
+    for row, name in {"Reformer": "rotations", "SMYRF": "directions", "SMYRF-k": "directions",
+                      "ScatterBrain": "directions", "Performer": "features", "HEPT, sum": "hash.directions"}.items():
+        model, (batch,) = network(row, setting, data), batches(row, setting, data, 0, 0)
+        generator, seen = torch.Generator().manual_seed(3), []
+        for _ in range(2):
+            loss(model, batch, generator)
+            seen += [{key: x.clone() for key, x in model.named_buffers() if key.endswith(name)}]
+        assert len(seen[0]) == 4
+        assert all(torch.equal(x, seen[1][key]) != ROWS[row].get("rehash", False) for key, x in seen[0].items())
+        kept = [key for key, _ in model.named_buffers() if key.endswith("features")] if row == "ScatterBrain" else []
+        before = {key: x.clone() for key, x in model.named_buffers()}
+        loss(model, batch, generator.manual_seed(3))
+        now = dict(model.named_buffers())
+        assert all(torch.equal(x, now[key]) for key, x in seen[0].items())
+        assert all(torch.equal(before[key], now[key]) for key in kept) and len(kept) == 4 * (row == "ScatterBrain")
 
 
 def test_an_embedding_that_knows_the_particles_finds_all_tracks():
