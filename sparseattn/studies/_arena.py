@@ -177,7 +177,7 @@ METHODS = {
     "hard 128": dict(samples=128) | _ONCE,
     "soft 128": dict(samples=128, hard=False) | _ONCE,
     "SBM + I": dict(attention="sbm", self_loops=True) | _ONCE,
-    "Nystromformer": dict(attention="nystrom") | _ONCE,
+    "Nystromformer": dict(attention="nystrom", conv=35) | _ONCE,
     "Reformer": dict(attention="reformer", across_buckets=True) | _ONCE,
     **{f"SBM, weight {weight}": dict(attention="sbm", weight=weight) | _ONCE for weight in (0.01, 0.001, 0.0001)},
 }

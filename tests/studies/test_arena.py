@@ -222,3 +222,16 @@ def test_rows_are_repeated_where_statements_hang_on_them():
     paths = _arena.methods("pathfinder")
     assert all(options["seeds"] == 1 for options in paths.values())
     assert set(METHODS) - set(paths) == {f"SBM, weight {weight}" for weight in (0.01, 0.001, 0.0001)}
+
+
+@pytest.mark.parametrize("network", ["shared", "SBM-Transformer"])
+def test_rivals_are_those_of_the_code_released_with_sbm_transformer(network, built):
+    """Reformer's points attend whole chunks; Nystromformer adds to each place a filter over the 35 around it."""
+    assert all(layer.attention.across_buckets for layer in built("image", "Reformer", network=network).encoder.layers)
+    for layer in built("image", "Nystromformer", network=network).encoder.layers:
+        attention = layer.attention
+        x, filters = torch.randn(1, 64, attention.query.in_features), attention.conv
+        whole, attention.conv = attention(x), None
+        values = torch.nn.functional.pad(attention.value(x)[0].view(64, attention.heads, -1), (0, 0, 0, 0, 17, 17))
+        added = torch.stack([torch.einsum("whd,hw->hd", values[i:i + 35], filters).flatten() for i in range(64)])
+        torch.testing.assert_close((whole - attention(x))[0], added @ attention.out.weight.T, rtol=1e-3, atol=1e-5)
