@@ -21,7 +21,7 @@ from ..core.attention import (AttentionInfo, attention_logits, check_choice, che
                                        check_finite, check_points, check_qkv, check_scale, checked_cloud,
                                        checked_coords, fused_attention, hide_masked, masked_softmax, sees_values,
                                        uncompiled)
-from ..core.kernels import CoordinateDecay, append_coordinates
+from ..core.kernels import CoordinateDecay, _summed, append_coordinates
 from ..core.points import gather_points
 from ..core.transformer import head_channels, register_attention
 
@@ -512,7 +512,10 @@ class FLTAttention(_PointAttention):
     Args:
         dim, heads, head_dim: see `SMYRFAttention`.
         coord_dims: coordinates of a point.
-        offsets: random frequencies of the offset, a head.
+        offsets: random frequencies of the offset, a head, or a head and group; HEPT's authors release 3 a group.
+        by_group: a Gaussian each of the first two coordinates together and of every other alone, added up, heights and
+            decays written as `CoordinateDecay` "summed" writes them, as released by HEPT's authors; False takes one
+            Gaussian of all coordinates and learns logarithms.
         features: random features of the softmax, a head.
         generator: source of the draws, fixed at construction.
 
@@ -524,21 +527,29 @@ class FLTAttention(_PointAttention):
         torch.Size([2, 10, 16])
     """
 
+    terms = 5
+
     def __init__(self, dim: int, heads: int, *, coord_dims: int, offsets: int = 10, features: int = 150,
-                 head_dim: int | None = None, generator: torch.Generator | None = None):
+                 by_group: bool = False, head_dim: int | None = None, generator: torch.Generator | None = None):
         check_count("coord_dims", coord_dims)
         super().__init__(dim, heads, head_dim, "softmax", coord_dims)
         check_count("offsets", offsets)
         check_count("features", features)
         check_generator(generator)
-        self.log_decay = nn.Parameter(torch.full((heads, coord_dims), 2.3))
-        self.log_height = nn.Parameter(torch.zeros(heads))
+        self.groups = [[0, 1][:coord_dims], *([c] for c in range(2, coord_dims))] if by_group else [list(range(coord_dims))]
+        if by_group:
+            self.rpe = nn.Linear(2 * self.terms * len(self.groups), heads * self.head_dim)
+        else:
+            self.log_decay = nn.Parameter(torch.full((heads, coord_dims), 2.3))
+            self.log_height = nn.Parameter(torch.zeros(heads))
+        self.by_group = by_group
         for name, draw in zip(("frequencies", "features"), self._draw(offsets, features, generator), strict=True):
             self.register_buffer(name, draw)
 
     def _draw(self, offsets, features, generator):
         return (torch.randn(self.heads, offsets, self.coord_dims, generator=generator),
-                orthogonal_features(features, self.head_dim + 2 * offsets, heads=self.heads, generator=generator))
+                orthogonal_features(features, self.head_dim + 2 * offsets * len(self.groups), heads=self.heads,
+                                    generator=generator))
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new frequencies and features."""
@@ -546,8 +557,23 @@ class FLTAttention(_PointAttention):
                             self._draw(self.frequencies.shape[1], self.features.shape[1], generator), strict=True):
             old.copy_(new)
 
+    def _gaussians(self):
+        "Heights (h, groups) and decays (h, coordinates) of the offset."
+        if not self.by_group:
+            return self.log_height.exp()[:, None], self.log_decay.exp()
+        w = self.rpe.weight.view(self.heads, self.head_dim, len(self.groups), 2, self.terms)
+        height, twice = _summed(w).unbind(-1)
+        of = [number for number, group in enumerate(self.groups) for _ in group]
+        return height, twice[:, of] / 2
+
+    def _near(self, coords):
+        "Features of places, those of the groups beside each other."
+        height, decay = self._gaussians()
+        return torch.cat([offset_features(coords[..., group], self.frequencies[..., group], decay[:, group], height[:, i])
+                          for i, group in enumerate(self.groups)], -1)
+
     def _attend(self, q, k, v, coords, mask):
-        near = offset_features(coords.to(q.dtype), self.frequencies, self.log_decay.exp(), self.log_height.exp())
+        near = self._near(coords.to(q.dtype))
         unscaled = (self.head_dim + near.shape[-1]) ** 0.25    # of what performer_attention divides by
         q, k = (torch.cat([x * self.head_dim**-0.25, near], -1) * unscaled for x in (q, k))
         return performer_attention(q, k, v, features=self.features, mask=mask)

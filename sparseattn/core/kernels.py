@@ -47,6 +47,11 @@ def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c
     return torch.cat([x, scaled.to(x.dtype)], -1)
 
 # %% ../../nbs/core/02_kernels.ipynb #02deca02
+def _summed(w):
+    "Weights (h, d, ..., k) to positive numbers (h, ...), the released form."
+    return w.sum(1).clamp(max=50).exp().sum(-1)
+
+
 class CoordinateDecay(nn.Module):
     """Positive decay of each head along each coordinate, HEPT Sec 4.1.
 
@@ -76,7 +81,7 @@ class CoordinateDecay(nn.Module):
         if self.form == "direct":
             return self.log_omega.exp()
         w = self.rpe.weight.view(self.heads, self.head_dim, -1, self.weights)
-        omega = w.sum(1).clamp(max=50).exp().sum(-1)
+        omega = _summed(w)
         return torch.cat([omega[:, :1], omega], -1)
 
 # %% ../../nbs/core/02_kernels.ipynb #ddf3857f

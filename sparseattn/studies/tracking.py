@@ -135,7 +135,7 @@ RIVALS = {
     "SMYRF": dict(attention="smyrf", positions="layers", rehash=True),
     "Performer": dict(attention="performer", positions="layers", features=200),
     "ScatterBrain": dict(attention="scatterbrain", positions="layers", rehash=True, tables=3, features=50),
-    "FLT": dict(attention="flt"),
+    "FLT": dict(attention="flt", by_group=True, offsets=3),
     "FlatFormer": dict(attention="flatformer", positions=True),
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
     "Performer-k": dict(attention="performer_k", decay="summed"),

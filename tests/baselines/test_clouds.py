@@ -170,6 +170,37 @@ def test_flt_approaches_softmax_with_an_offset():
     torch.testing.assert_close(layer._attend(q, k, v, rho, None), expected, rtol=0, atol=0.03)
 
 
+def test_flt_by_group_written_out():
+    """The first two coordinates together, the others alone; each with a height, a decay and frequencies of its own."""
+    torch.manual_seed(0)
+    layer = FLTAttention(6, 2, coord_dims=4, offsets=3, features=8, head_dim=6, by_group=True).double()
+    (q, k, v), rho = (0.3 * x[:1, :2] for x in qkv()), numbers(1, 22, 4)
+    for h in range(2):
+        parts = []
+        for g, columns in enumerate(([0, 1], [2], [3])):
+            weights = layer.rpe.weight[6 * h : 6 * h + 6, 10 * g : 10 * g + 10].sum(0).exp()
+            height, decay = weights[:5].sum(), weights[5:].sum()
+            angle = (decay.sqrt() * rho[0][:, columns]) @ layer.frequencies[h][:, columns].T
+            parts += [(height / 3).sqrt() * angle.cos(), (height / 3).sqrt() * angle.sin()]
+        a, b = (torch.cat([x[0, h] * 6**-0.25, *parts], -1) for x in (q, k))
+        to_a, to_b = ((x @ layer.features[h].T - x.square().sum(-1, keepdim=True) / 2).exp() for x in (a, b))
+        weight = to_a @ to_b.T
+        expected = weight / weight.sum(-1, keepdim=True) @ v[0, h]
+        torch.testing.assert_close(layer._attend(q, k, v, rho, None)[0, h], expected)
+
+
+def test_flt_by_group_starts_where_the_released_code_does():
+    """Heights and twice the decays are sums of five exponentials of 24 weights between +-50 ** -0.5."""
+    torch.manual_seed(0)
+    layer = FLTAttention(24, 400, coord_dims=6, offsets=1, features=1, head_dim=24, by_group=True)
+    with torch.no_grad():
+        height, decay = layer._gaussians()
+    mean = 5 * (math.sinh(50**-0.5) / 50**-0.5) ** 24
+    assert height.shape == (400, 5) and decay.shape == (400, 6) and torch.equal(decay[:, 0], decay[:, 1])
+    assert height.mean().item() == pytest.approx(mean, rel=0.02)
+    assert decay.mean().item() == pytest.approx(mean / 2, rel=0.02)
+
+
 def test_windows_by_hand():
     """Two windows each way: first row left to right, second row back; cells inside likewise."""
     place = torch.tensor([[[0.0, 0.0], [1.0, 0.1], [0.9, 0.9], [0.1, 1.0], [0.2, 0.0]]])
