@@ -2,6 +2,7 @@
 from sparseattn.baselines.clouds import (
     FlatFormerAttention,
     FlatFormerKernelAttention,
+    FlatFormerLayer,
     FLTAttention,
     PerformerKernelAttention,
     PointTransformerAttention,
@@ -9,6 +10,7 @@ from sparseattn.baselines.clouds import (
     SMYRFAttention,
     SMYRFKernelAttention,
     clustered_attention,
+    flatformer_layers,
     gaussian_performer,
     scatterbrain_attention,
 )
@@ -82,6 +84,7 @@ __all__ = [
     "FeaturePropagation",
     "FlatFormerAttention",
     "FlatFormerKernelAttention",
+    "FlatFormerLayer",
     "GCNLayer",
     "GatedLayer",
     "GravNetLayer",
@@ -108,6 +111,7 @@ __all__ = [
     "clustered_attention",
     "cross_attention",
     "edge_features",
+    "flatformer_layers",
     "gaussian_performer",
     "linear_attention",
     "linformer_attention",

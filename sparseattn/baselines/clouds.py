@@ -6,7 +6,8 @@
 __all__ = ['cluster_counts', 'clustered_attention', 'lifted', 'projected_order', 'gaussian_as_softmax', 'SMYRFAttention',
            'SMYRFKernelAttention', 'scatterbrain_attention', 'ScatterBrainAttention', 'offset_features', 'FLTAttention',
            'gaussian_performer', 'PerformerKernelAttention', 'window_order', 'FlatFormerAttention',
-           'FlatFormerKernelAttention', 'vector_attention', 'PointTransformerAttention']
+           'FlatFormerKernelAttention', 'FlatFormerLayer', 'flatformer_layers', 'vector_attention',
+           'PointTransformerAttention']
 
 # %% ../../nbs/baselines/38_clouds.ipynb #69adb25e
 import math
@@ -23,7 +24,7 @@ from ..core.attention import (AttentionInfo, attention_logits, check_choice, che
                                        uncompiled)
 from ..core.kernels import CoordinateDecay, _summed, append_coordinates
 from ..core.points import gather_points
-from ..core.transformer import head_channels, register_attention
+from ..core.transformer import _place_code, head_channels, register_attention
 
 # %% ../../nbs/baselines/38_clouds.ipynb #593f3e10
 def _real_first(order, mask):
@@ -241,13 +242,15 @@ class _PointAttention(nn.Module):
         self.width = self.head_dim + (coord_dims if kernel == "hept" else 0)
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
-                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
+                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
+                place: Float[Tensor, "b n c"] | None = None):
         """Attention of every point to points of its cloud; what a mechanism draws, its class says.
 
         Args:
             x: features. coords: where the points are, for mechanisms with `coord_dims`.
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
             return_info: also what was computed.
+            place: added to what queries and keys are made of, and not to that of values.
 
         Returns:
             `(b, n, c)`, dtype as `x`; with `return_info` a pair.
@@ -256,7 +259,9 @@ class _PointAttention(nn.Module):
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
         """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims, self.query.weight)
-        q, k, v = (f(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+        read = x if place is None else x + place
+        q, k, v = (f(part).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+                   for f, part in ((self.query, read), (self.key, read), (self.value, x)))
         with torch.autocast(x.device.type, enabled=False):
             q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
             coords = None if coords is None else _centred(coords.to(torch.promote_types(coords.dtype, q.dtype)), mask)
@@ -726,12 +731,13 @@ def _sorted_by(keys):
 class FlatFormerAttention(_PointAttention):
     """Multi-head attention in groups of equal number along rows of windows; see `window_order`. FlatFormer, Sec 3.
 
-    Needs coordinates. Heads take the four orders by turns: along the first, along the second, and both shifted.
+    Needs coordinates. There are four orders: along the first, along the second, and both with windows shifted.
 
     Args:
         dim, heads, head_dim: see `SMYRFAttention`.
         slices: windows along each axis.
         size: points in a group.
+        turn: number of the order, 0 to 3, that all heads take; None deals the four to heads, head h takes h mod 4.
         kernel: "softmax", or "hept", the kernel of features and places.
         coord_dims: coordinates of a point; 0 takes any number, for "softmax".
         decay: form of omega, see `CoordinateDecay`; HEPT's authors "summed".
@@ -745,21 +751,22 @@ class FlatFormerAttention(_PointAttention):
         torch.Size([2, 10, 16])
     """
 
-    def __init__(self, dim: int, heads: int, *, slices: int = 30, size: int = 200, kernel: str = "softmax",
+    def __init__(self, dim: int, heads: int, *, slices: int = 30, size: int = 200, turn: int | None = None, kernel: str = "softmax",
                  coord_dims: int = 0, decay: str = "direct", head_dim: int | None = None, impl: str = "fast"):
         super().__init__(dim, heads, head_dim, kernel, coord_dims, decay)
         for name, value in (("slices", slices), ("size", size)):
             check_count(name, value)
         check_choice("impl", impl, ("fast", "reference"))
-        self.slices, self.size, self.impl = slices, size, impl
+        check_choice("turn", turn, (None, 0, 1, 2, 3))
+        self.slices, self.size, self.turn, self.impl = slices, size, turn, impl
 
     def _attend(self, q, k, v, coords, mask):
         if coords is None:
             raise ValueError(f"coords are needed, shape ({q.shape[0]}, {q.shape[2]}, any), got None")
         with torch.no_grad():
-            orders = [window_order(coords, self.slices, second=head % 2 == 1, shift=head % 4 > 1, mask=mask)
-                      for head in range(min(4, self.heads))]
-            order = torch.stack([orders[head % 4] for head in range(self.heads)], 1)[:, :, None]
+            turns = range(min(4, self.heads)) if self.turn is None else [self.turn]
+            orders = [window_order(coords, self.slices, second=turn % 2 == 1, shift=turn > 1, mask=mask) for turn in turns]
+            order = torch.stack([orders[head % len(orders)] for head in range(self.heads)], 1)[:, :, None]
         q, k, scale = self._scores(q, k)
         return clustered_attention(q, k, v, order, order, size=self.size, scale=scale, mask=mask, impl=self.impl)
 
@@ -784,6 +791,65 @@ class FlatFormerKernelAttention(FlatFormerAttention):
 
     def __init__(self, dim: int, heads: int, *, coord_dims: int, head_dim: int | None = None, **options):
         super().__init__(dim, heads, kernel="hept", coord_dims=coord_dims, head_dim=head_dim, **options)
+
+# %% ../../nbs/baselines/38_clouds.ipynb #38turn02
+class FlatFormerLayer(nn.Module):
+    """Post-norm layer around one order of FlatFormer, as in HEPT's comparison; in an `Encoder`'s `layers`.
+
+    Args:
+        dim, heads: channels, and heads of as many channels each.
+        coord_dims: coordinates of a point.
+        place: module from coords (b, n, k) to (b, n, dim), added to what queries and keys are made of; None adds nothing.
+        options: of `FlatFormerAttention`, e.g. `turn`.
+
+    Example:
+        >>> FlatFormerLayer(16, 4, coord_dims=2, turn=1)(torch.randn(2, 10, 16), torch.rand(2, 10, 2)).shape
+        torch.Size([2, 10, 16])
+    """
+
+    def __init__(self, dim: int, heads: int, *, coord_dims: int, place: nn.Module | None = None, **options):
+        super().__init__()
+        self.attention = FlatFormerAttention(dim, heads, coord_dims=coord_dims, head_dim=dim, **options)
+        self.place, self.norm1, self.norm2 = place, nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.feed = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"],
+                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
+        """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports."""
+        place = None if self.place is None else self.place(hide_masked(coords, mask).to(x.dtype))
+        out, info = self.attention(x, coords, mask, True, place) if return_info else (
+            self.attention(x, coords, mask, place=place), None)
+        x = self.norm1(x + out)
+        x = hide_masked(self.norm2(x + self.feed(x)), mask)
+        return (x, info) if return_info else x
+
+
+def flatformer_layers(dim: int, depth: int, heads: int, *, coord_dims: int, kernel: str = "softmax",
+                      **options) -> list[FlatFormerLayer]:
+    """The layers of FlatFormer in HEPT's comparison: the four orders in turn, `depth` times.
+
+    Args:
+        dim, heads, coord_dims: see `FlatFormerLayer`; HEPT's authors have 20 channels and 8 heads.
+        depth: how often all four orders come; HEPT's authors 2.
+        kernel: "softmax", with a code of places that four layers share, or "hept", with a decay that they share.
+        options: of `FlatFormerAttention`.
+
+    Returns:
+        4 `depth` layers, along the second coordinate, the same shifted, along the first, the same shifted, and so on.
+
+    Example:
+        >>> [layer.attention.turn for layer in flatformer_layers(16, 1, 4, coord_dims=2)]
+        [1, 3, 0, 2]
+    """
+    layers = []
+    for _ in range(depth):
+        code = _place_code(coord_dims, dim) if kernel == "softmax" else None
+        four = [FlatFormerLayer(dim, heads, coord_dims=coord_dims, place=code, turn=turn, kernel=kernel, **options)
+                for turn in (1, 3, 0, 2)]
+        for layer in four:
+            layer.attention.decay = four[0].attention.decay
+        layers += four
+    return layers
 
 # %% ../../nbs/baselines/38_clouds.ipynb #245fcd44
 def vector_attention(scores_q: Float[Tensor, "b n c"], scores_k: Float[Tensor, "b n c"], values: Float[Tensor, "b n c"],

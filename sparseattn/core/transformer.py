@@ -177,6 +177,11 @@ def _all_pairs_info(q, v, mask):
     return AttentionInfo(None, nnz, 1.0 if nnz else 0.0, 2 * nnz * (d + v.shape[3]))
 
 # %% ../../nbs/core/05_transformer.ipynb #d01e7728
+def _place_code(coord_dims, dim):
+    "A learned code of places as HEPT's authors release it, from coordinates to channels."
+    return nn.Sequential(nn.Linear(coord_dims, dim), nn.LayerNorm(dim), nn.ReLU(), nn.Linear(dim, dim))
+
+
 class Layer(nn.Module):
     """Pre-norm transformer layer around an attention module.
 

@@ -8,6 +8,7 @@ __all__ = ['SIMILARITIES', 'EmbeddingHead', 'HEPTModel', 'similarity', 'Pairs', 
 
 # %% ../../nbs/hept/33_models.ipynb #e1636b0c
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from scipy.spatial import cKDTree
 from torch import Tensor, nn
 
 from ..core.attention import check_choice, check_number, check_points, checked_cloud, hide_masked, sees_values
-from ..core.transformer import Encoder, takes_option
+from ..core.transformer import Encoder, _place_code, takes_option
 
 # %% ../../nbs/hept/33_models.ipynb #12cebedf
 class EmbeddingHead(nn.Module):
@@ -50,11 +51,6 @@ class EmbeddingHead(nn.Module):
         return x + self.dropout(self.correct(x))
 
 # %% ../../nbs/hept/33_models.ipynb #33mode02
-def _place_code(coord_dims, dim):
-    "The released code of places, from coordinates to channels."
-    return nn.Sequential(nn.Linear(coord_dims, dim), nn.LayerNorm(dim), nn.ReLU(), nn.Linear(dim, dim))
-
-
 class HEPTModel(nn.Module):
     """Point transformer for embeddings of hits, HEPT Appendix C.1 with the released head.
 
@@ -68,6 +64,7 @@ class HEPTModel(nn.Module):
             "layers", as released, a code of its own to what the attention of each layer reads; "input" or True, one to
             the input of the layers; False adds none.
         dropout: probability.
+        layers: modules as of `Encoder.layers` in place of `depth` layers of the attention, e.g. `flatformer_layers`.
         options: passed to the attention, e.g. `tables`, `block_size`, `regions`, `combine`.
 
     Example:
@@ -76,7 +73,8 @@ class HEPTModel(nn.Module):
     """
 
     def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, dim: int = 24, depth: int = 4,
-                 heads: int = 8, attention: str = "hept", dropout: float = 0.1, positions: bool | str = False, **options):
+                 heads: int = 8, attention: str = "hept", dropout: float = 0.1, positions: bool | str = False,
+                 layers: Sequence[nn.Module] | None = None, **options):
         super().__init__()
         self.features, self.coord_dims = features, coord_dims
         self.encode = nn.Sequential(nn.Linear(features, dim), nn.ReLU(), nn.Linear(dim, dim))
@@ -85,8 +83,10 @@ class HEPTModel(nn.Module):
         self.place = code() if positions in (True, "input") else None
         known = {"head_dim": dim, "coord_dims": coord_dims}
         known = {name: value for name, value in known.items() if takes_option(attention, name)}
-        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=dim, dropout=dropout,
+        depth, own = (depth, depth) if layers is None else (len(layers), 0)
+        self.encoder = Encoder(dim, own, heads, attention=attention, hidden=dim, dropout=dropout,
                                place=code if positions == "layers" else None, **known | options)
+        self.encoder.layers.extend(layers or [])
         self.head = EmbeddingHead(dim * (depth + 1), outputs, dropout=dropout)
 
     def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"],

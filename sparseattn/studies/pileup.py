@@ -20,7 +20,7 @@ from ..hept.models import HEPTModel, focal_loss
 from ..lab.floors import rule
 from ..lab.metrics import average_precision
 from ..lab.study import Study
-from .tracking import Standardise
+from .tracking import Standardise, in_turn
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0006
 def _crossings(setting):
@@ -134,7 +134,8 @@ class PileupNetwork(nn.Module):
     def __init__(self, inputs, **options):
         super().__init__()
         self.scale, self.kind = Standardise(*inputs), nn.Embedding(len(particles.KINDS), 10)
-        self.points, self.out = HEPTModel(17, 4, dropout=0.0, **options), nn.Linear(12, 1)
+        self.points = HEPTModel(17, 4, dropout=0.0, **in_turn(4, options))
+        self.out = nn.Linear(options.get("outputs", 12), 1)
 
     def forward(self, x, kind, coords):
         """x (b, n, 7), kind (b, n), coords (b, n, 4) -> (b, n)."""
@@ -148,9 +149,9 @@ ROWS = {
     "HEPT": dict(),
     "no attention": dict(attention="none"),
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
-    "FlatFormer": dict(attention="flatformer", positions=True),
+    "FlatFormer": dict(attention="flatformer", in_turn=True, dim=20, depth=2, outputs=10),
     "HEPT, union": dict(combine="union"),
-    "FlatFormer-k": dict(attention="flatformer_k", decay="summed"),
+    "FlatFormer-k": dict(attention="flatformer_k", in_turn=True, dim=20, depth=2, outputs=10, decay="summed"),
     "Performer": dict(attention="performer", positions="layers", features=200),
 }
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FLOORS', 'RIVALS', 'AFTER', 'DRAWN', 'ROWS', 'SETTINGS', 'RADII', 'COUNTS', 'STUDY', 'OriginalKernel', 'missing',
-           'data', 'Standardise', 'network', 'batches', 'loss', 'validate', 'test', 'floor', 'find_tracks', 'whole',
-           'drawn', 'outcomes', 'compared']
+           'data', 'Standardise', 'in_turn', 'network', 'batches', 'loss', 'validate', 'test', 'floor', 'find_tracks',
+           'whole', 'drawn', 'outcomes', 'compared']
 
 # %% ../../nbs/hept/34_tracking.ipynb #9d4c2e6e
 import copy
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..baselines.clouds import flatformer_layers
 from ..baselines.messages import MessageNetwork
 from ..core.kernels import softmax_as_gaussian
 from ..core.transformer import make_attention
@@ -136,11 +137,11 @@ RIVALS = {
     "Performer": dict(attention="performer", positions="layers", features=200),
     "ScatterBrain": dict(attention="scatterbrain", positions="layers", rehash=True, tables=3, features=50),
     "FLT": dict(attention="flt", by_group=True, offsets=3),
-    "FlatFormer": dict(attention="flatformer", positions=True),
+    "FlatFormer": dict(attention="flatformer", in_turn=True, dim=20, depth=2, outputs=10),
     "PointTrans": dict(attention="point_transformer", k=64, plane=2),
     "Performer-k": dict(attention="performer_k", decay="summed"),
     "SMYRF-k": dict(attention="smyrf_k", decay="summed", rehash=True),
-    "FlatFormer-k": dict(attention="flatformer_k", decay="summed"),
+    "FlatFormer-k": dict(attention="flatformer_k", in_turn=True, dim=20, depth=2, outputs=10, decay="summed"),
     "GCN": dict(layer="gcn"), "DGCNN": dict(layer="dgcnn"), "GravNet": dict(layer="gravnet", beta=1.0),
     "GatedGNN": dict(layer="gatedgnn"),
 }
@@ -231,12 +232,23 @@ class Standardise(nn.Module):
         return (x - self.mean) * self.scale
 
 
+def in_turn(coord_dims, options):
+    """Options of `HEPTModel`, with the layers of FlatFormer where the options of a row have its orders in turn."""
+    options = dict(options)
+    if not options.pop("in_turn", False):
+        return options
+    kernel = "hept" if options.pop("attention") == "flatformer_k" else "softmax"
+    known = {name: options.pop(name) for name in ("decay", "size", "slices") if name in options}
+    layers = flatformer_layers(options["dim"], options.pop("depth"), 8, coord_dims=coord_dims, kernel=kernel, **known)
+    return options | {"layers": layers}
+
+
 def network(row, setting, data):
     """The paper's network with the attention of a row, or one that passes messages."""
     options = {k: v for k, v in ROWS[row].items() if k not in ("floor", "seeds", "drawn", "rehash")}
     if row.removesuffix(", drawn") in RIVALS:
         make = MessageNetwork if "layer" in options else HEPTModel
-        model = make(15, 6, dropout=0.0, **options)
+        model = make(15, 6, dropout=0.0, **in_turn(6, options))
     elif row in AFTER:
         model = _ByDirection(15, 2, dropout=0.0, regions=setting["regions"], **options)
     else:

@@ -9,6 +9,7 @@ from sparseattn.baselines.clouds import (
     FLTAttention,
     cluster_counts,
     clustered_attention,
+    flatformer_layers,
     gaussian_as_softmax,
     gaussian_performer,
     lifted,
@@ -20,7 +21,7 @@ from sparseattn.baselines.clouds import (
 from sparseattn.baselines.transformers import orthogonal_features
 from sparseattn.core.attention import dense_attention
 from sparseattn.core.kernels import append_coordinates
-from sparseattn.core.transformer import make_attention
+from sparseattn.core.transformer import Encoder, make_attention
 
 SMALL = {
     "smyrf": dict(size=5),
@@ -264,6 +265,48 @@ def test_kernel_of_a_layer_is_hepts(tied, decay):
     torch.testing.assert_close(layer(x, rho), expected)
 
 
+@pytest.mark.parametrize("kernel", ["softmax", "hept"])
+def test_flatformer_in_turn_written_out(kernel):
+    """One order a layer, normalised behind its sums; the code of places is in queries and keys alone."""
+    torch.manual_seed(0)
+    layers = [layer.double() for layer in flatformer_layers(6, 2, 3, coord_dims=2, kernel=kernel, size=5, slices=3)]
+    x, rho = numbers(1, 22, 6), numbers(1, 22, 2, seed=5)
+    encoder = Encoder(6, 0, 3).double()
+    encoder.layers.extend(layers)
+    found = encoder(x, rho, all_layers=True)
+    expected = [x[0]]
+    for number, layer in enumerate(layers):
+        first, turn, part = layers[number // 4 * 4], number % 4, layer.attention
+        order = window_order(rho, 3, second=turn < 2, shift=turn % 2 == 1)[0]
+        state = expected[-1]
+        read = state + first.place(rho)[0] if kernel == "softmax" else state
+        q, k, v = (f(y).view(22, 3, 6) for f, y in ((part.query, read), (part.key, read), (part.value, state)))
+        out = torch.zeros_like(v)
+        for group in order.split(5):
+            for h in range(3):
+                score = q[group, h] @ k[group, h].T * 6**-0.5
+                if kernel == "hept":
+                    far = (rho[0][group][:, None] - rho[0][group]).square() @ first.attention.decay()[h]
+                    score = -torch.cdist(q[group, h], k[group, h]).square() / 2 - far
+                out[group, h] = score.softmax(-1) @ v[group, h]
+        state = layer.norm1(state + part.out(out.flatten(1)))
+        expected.append(layer.norm2(state + layer.feed(state)))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one[0], other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "hept"])
+def test_flatformer_in_turn_knows_no_padding(kernel):
+    torch.manual_seed(0)
+    encoder = Encoder(6, 0, 3).double()
+    encoder.layers.extend(flatformer_layers(6, 1, 3, coord_dims=2, kernel=kernel, size=5, slices=3))
+    encoder, x, rho = encoder.double(), numbers(2, 22, 6), numbers(2, 22, 2, seed=5)
+    out, infos = encoder(x, rho, gap(), return_info=True)
+    assert torch.equal(encoder(*(part.masked_fill(~gap()[..., None], math.nan) for part in (x, rho)), gap()), out)
+    torch.testing.assert_close(encoder(x[1:, gap()[1]], rho[1:, gap()[1]]), out[1:, gap()[1]])
+    assert not out[~gap()].any() and [info.nnz for info in infos] == [3 * (104 + 76)] * 4
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_info_counts_the_weights(name):
     x, rho = numbers(2, 22, 8).float(), numbers(2, 22, 2, seed=5).float()
@@ -316,6 +359,7 @@ def test_neighbours_in_a_plane_point_by_point():
     (lambda q, k, v, a, b: make_attention("smyrf", 8, 2, kernel="gauss"), "kernel must be one of"),
     (lambda q, k, v, a, b: make_attention("smyrf", 8, 2, kernel="hept"), "coord_dims must be an integer >= 1"),
     (lambda q, k, v, a, b: make_attention("point_transformer", 8, 2, coord_dims=2, plane=3), "plane must be at most"),
+    (lambda q, k, v, a, b: make_attention("flatformer", 8, 2, turn=4), "turn must be one of"),
     (lambda q, k, v, a, b: window_order(q[:, 0], 5, cells=4), "cells must be an integer >= 5"),
 ])
 def test_refuses(change, message):

@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 import sparseattn
+from sparseattn.core.transformer import Layer, make_attention
 from sparseattn.data.cache import data_path, have_data
 from sparseattn.hept.models import (
     EmbeddingHead,
@@ -76,6 +77,17 @@ def test_places_enter_every_layer_and_are_not_handed_on():
     torch.testing.assert_close(model(x, coords), model.head(torch.cat(states, -1)))
     first, second = (layer.place[0].weight for layer in model.encoder.layers)
     assert not torch.equal(first, second) and model.place is None
+
+
+def test_layers_of_another_make_are_read_like_others():
+    """Every state goes to the head, with as many outputs as wanted."""
+    layers = [Layer(make_attention("dense", 8, 2), 8, 8) for _ in range(3)]
+    model, (x, coords, _) = HEPTModel(15, 6, 5, dim=8, layers=layers).eval(), inputs()
+    states = [model.encode(x)]
+    for layer in layers:
+        states.append(layer(states[-1]))
+    torch.testing.assert_close(model(x, coords), model.head(torch.cat(states, -1)))
+    assert model(x, coords).shape == (2, 33, 5)
 
 
 def inputs(n=33):
