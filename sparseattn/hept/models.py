@@ -55,7 +55,7 @@ class HEPTModel(nn.Module):
     """Point transformer for embeddings of hits, HEPT Appendix C.1 with the released head.
 
     Args:
-        features: input channels.
+        features: input channels; by place, as an attention may have an option of this name.
         coord_dims: coordinates of a point.
         outputs: channels of the embedding.
         dim, depth, heads: width, layers, heads; each head is `dim` wide.
@@ -72,7 +72,7 @@ class HEPTModel(nn.Module):
         torch.Size([1, 300, 12])
     """
 
-    def __init__(self, features: int, coord_dims: int, outputs: int = 12, *, dim: int = 24, depth: int = 4,
+    def __init__(self, features: int, coord_dims: int, /, outputs: int = 12, *, dim: int = 24, depth: int = 4,
                  heads: int = 8, attention: str = "hept", dropout: float = 0.1, positions: bool | str = False,
                  layers: Sequence[nn.Module] | None = None, **options):
         super().__init__()
