@@ -251,8 +251,8 @@ def nystrom_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], 
         Attention; masked points return 0. dtype as `q`.
 
     Raises:
-        TypeError, ValueError: see `check_qkv`; landmarks or steps that are no integer >= 1, filters that do not fit; neither
-            landmarks nor filters.
+        TypeError, ValueError: see `check_qkv`; landmarks or steps that are no integer >= 1, filters that do not fit, or
+            neither landmarks nor filters.
 
     Example:
         >>> x = torch.randn(2, 4, 10, 8)
