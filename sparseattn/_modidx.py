@@ -3927,6 +3927,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking._radius': ( 'hept/tracking.html#_radius',
                                                                                       'sparseattn/studies/tracking.py'),
+                                             'sparseattn.studies.tracking._rival': ( 'hept/tracking.html#_rival',
+                                                                                     'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking._score': ( 'hept/tracking.html#_score',
                                                                                      'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking._tests': ( 'hept/tracking.html#_tests',

@@ -250,12 +250,17 @@ def in_turn(coord_dims, options):
     return options | {"layers": layers}
 
 
+def _rival(options):
+    """A network of Table 1, from options as in `RIVALS`."""
+    options = {name: value for name, value in options.items() if name != "rehash"}
+    return (MessageNetwork if "layer" in options else HEPTModel)(15, 6, dropout=0.0, **in_turn(6, options))
+
+
 def network(row, setting, data):
     """The paper's network with the attention of a row, or one that passes messages."""
     options = {k: v for k, v in ROWS[row].items() if k not in ("floor", "seeds", "drawn", "rehash")}
     if row.removesuffix(", drawn") in RIVALS:
-        make = MessageNetwork if "layer" in options else HEPTModel
-        model = make(15, 6, dropout=0.0, **in_turn(6, options))
+        model = _rival(options)
     elif row in AFTER:
         model = _ByDirection(15, 2, dropout=0.0, regions=setting["regions"], **options)
     else:

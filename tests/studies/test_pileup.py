@@ -6,7 +6,8 @@ import torch
 from sparseattn.data import particles
 from sparseattn.lab.metrics import average_precision
 from sparseattn.studies import pileup
-from sparseattn.studies.pileup import ROWS, STUDY, PileupNetwork, leading_tracks, squeezed
+from sparseattn.studies.pileup import ROWS, SMALLER, STUDY, PileupNetwork, leading_tracks, squeezed
+from sparseattn.studies.tracking import RIVALS
 
 SETTING = STUDY.at("smoke")
 
@@ -80,6 +81,16 @@ def test_rules_need_no_label_of_the_test_events(data):
 def test_the_released_size():
     model = PileupNetwork((torch.zeros(7), torch.ones(7)), decay="summed")
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 311_207
+
+
+@pytest.mark.parametrize("row", SMALLER)
+def test_rivals_are_there_as_released_whatever_form_is_trained(row, data):
+    """The page times these; a row that is trained in a smaller form has other options."""
+    model, cloud = PileupNetwork(data["_inputs"], **RIVALS[row]).eval(), data["test"][0]
+    with torch.no_grad():
+        out = model(cloud.x[None], cloud.kind[None], cloud.coords[None])
+    assert out.shape == (1, len(cloud)) and out.isfinite().all()
+    assert ROWS[row] == SMALLER[row] != RIVALS[row]
 
 
 def test_squeezed_inputs_keep_signs_and_order():

@@ -9,10 +9,13 @@ from sparseattn.studies.tracking import (
     COUNTS,
     DRAWN,
     RADII,
+    RIVALS,
     ROWS,
+    SMALLER,
     STUDY,
     OriginalKernel,
     _for_whole_events,
+    _rival,
     batches,
     find_tracks,
     loss,
@@ -78,6 +81,22 @@ def test_rivals_that_hash_draw_their_directions_in_every_step():
         now = dict(model.named_buffers())
         assert all(torch.equal(x, now[key]) for key, x in seen[0].items())
         assert all(torch.equal(before[key], now[key]) for key in kept) and len(kept) == 4 * (row == "ScatterBrain")
+
+
+def test_rivals_are_there_as_released_whatever_form_is_trained():
+    """Each embeds a cloud; a row that is trained in a smaller form has another network than its released form."""
+    cloud = collisions.positions_only(collisions.example_clouds()[0])
+    data = {"_inputs": (torch.zeros(15), torch.ones(15))}
+    assert set(SMALLER) <= set(RIVALS)
+    for row, options in RIVALS.items():
+        released, trained = _rival(options).eval(), network(row, STUDY.at("smoke"), data)
+        with torch.no_grad():
+            out = released(cloud.x[None], cloud.coords[None])
+        assert out.shape == (1, len(cloud), options.get("outputs", 12)) and out.isfinite().all()
+        assert (row in SMALLER) == (ROWS[row] != options | {"seeds": 1})
+        if "positions" in options or "in_turn" in options:
+            sizes = [sum(p.numel() for p in model.parameters()) for model in (released, trained)]
+            assert (sizes[0] == sizes[1]) == (row not in SMALLER)
 
 
 def test_an_embedding_that_knows_the_particles_finds_all_tracks():
