@@ -20,7 +20,7 @@ from ..hept.models import HEPTModel, focal_loss
 from ..lab.floors import rule
 from ..lab.metrics import average_precision
 from ..lab.study import Study
-from .tracking import Standardise, in_turn
+from .tracking import RIVALS, Standardise, in_turn
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0006
 def _crossings(setting):
@@ -143,7 +143,7 @@ class PileupNetwork(nn.Module):
         return self.out(self.points(x, coords))[..., 0]
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0023
-SMALLER = {  # what these rows are trained with so far; their released forms stand in ROWS before them
+SMALLER = {  # what these rows are trained with so far
     "PointTrans": dict(attention="point_transformer"),
     "FlatFormer": dict(attention="flatformer", positions=True),
     "FlatFormer-k": dict(attention="flatformer_k"),
@@ -155,11 +155,9 @@ ROWS = {
     **{name: dict(floor=True) for name in RULES | TREES},
     "HEPT": dict(),
     "no attention": dict(attention="none"),
-    "PointTrans": dict(attention="point_transformer", k=64, plane=2),
-    "FlatFormer": dict(attention="flatformer", in_turn=True, dim=20, depth=2, outputs=10),
+    **{row: RIVALS[row] for row in ("PointTrans", "FlatFormer")},
     "HEPT, union": dict(combine="union"),
-    "FlatFormer-k": dict(attention="flatformer_k", in_turn=True, dim=20, depth=2, outputs=10, decay="summed"),
-    "Performer": dict(attention="performer", positions="layers", features=200),
+    **{row: RIVALS[row] for row in ("FlatFormer-k", "Performer")},
 } | SMALLER
 
 SETTINGS = {
