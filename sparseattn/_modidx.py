@@ -3814,6 +3814,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'sparseattn/studies/samsa_shapes.py'),
                                                  'sparseattn.studies.samsa_shapes._edges': ( 'samsa/shapes.html#_edges',
                                                                                              'sparseattn/studies/samsa_shapes.py'),
+                                                 'sparseattn.studies.samsa_shapes._keys': ( 'samsa/shapes.html#_keys',
+                                                                                            'sparseattn/studies/samsa_shapes.py'),
                                                  'sparseattn.studies.samsa_shapes._levels': ( 'samsa/shapes.html#_levels',
                                                                                               'sparseattn/studies/samsa_shapes.py'),
                                                  'sparseattn.studies.samsa_shapes._samsa': ( 'samsa/shapes.html#_samsa',

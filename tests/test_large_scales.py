@@ -50,3 +50,11 @@ def test_a_page_is_whole_where_records_are_missing(key, there, tmp_path):
         assert table.read_text().splitlines()[0].strip(), table.name
     claims = list(csv.DictReader((results / "claims.csv").open()))
     assert there in ("some", "second") or "training" not in {claim["decided"] for claim in claims}
+
+
+def test_a_floor_without_a_record_is_cleared_by_no_row(tmp_path):
+    """A page with an experiment of its own, its rules, and one row: what is trained without attention is missing."""
+    _, results = rehearse("sampled/56_sets", "gpu", "some", tmp_path)
+    lines = {line["row"]: line for line in csv.DictReader((results / "table8.csv").open())}
+    assert "no attention in the encoder (no record)" in lines["two random keys"]["clears"]
+    assert not lines["two random keys"]["LL0"] and lines["two random keys"]["withheld"]

@@ -157,9 +157,14 @@ def in_all_modes(test):
     return tested
 
 # %% ../../nbs/samsa/75_shapes.ipynb #a6347508
+def _keys(samples, setting):
+    """The share of a cloud's points that `samples` are of 1,024."""
+    return max(2, round(samples * setting["points"] / 1024))
+
+
 def _samsa(setting, classes, *, attention="samsa", samples=0, random=False, multiplier=None, **options):
     """`PointNetwork` with the attention of a row."""
-    options |= {"samples": max(2, round(samples * setting["points"] / 1024))} if samples else {}
+    options |= {"samples": _keys(samples, setting)} if samples else {}
     model = PointNetwork(classes, pool=setting["pool"], attention=attention, attention_options=options,
                          **{name: setting[name] for name in SIZES})
     model.encoder.alpha.data.fill_(setting["multiplier"] if multiplier is None else multiplier)
