@@ -480,12 +480,12 @@ def _sources(found, *rows):
     return "; ".join([*found.sources(), *(f"the attention of {row} is off" for row in rows if idle(found, row))])
 
 
-def gain(run, found, id, one, other, **facts):
-    """A claim that one row is ahead of another."""
+def gain(run, found, id, one, other, needs="smoke", **facts):
+    """A claim that one row is ahead of another; below the scale `needs` it is not decided."""
     lacking = [row for row in (one, other) if row not in found.rows()]
     if lacking:
         return run.not_attempted(id, kind="order", reason=f"no record of {', '.join(lacking)} at scale {run.scale}", **facts)
-    return run.decide(id, kind="order", paper=None, sign=1, tolerance=0.0, experiment=gap(found, one, other),
+    return run.decide(id, kind="order", paper=None, sign=1, tolerance=0.0, needs=needs, experiment=gap(found, one, other),
                       evidence=_sources(found, one, other), **facts)
 
 # %% ../../nbs/atlas/96_arena.ipynb #96rea3d
