@@ -395,6 +395,7 @@ def read(scale, studies, *rows):
 
 # %% ../../nbs/atlas/96_arena.ipynb #96rea002
 _BESIDE = ("no attention",)
+_WITHOUT = ("no attention", "convolution alone")                   # rows that attend nothing
 COLUMNS = ["row", "paper", "ours", "low", "high", "over", "density", "multiplier", "update", "seeds", "clears", "steps",
            "parameters", "data", "scale"]
 
@@ -407,7 +408,7 @@ def kept(found, row, name, reduce=np.mean):
 # %% ../../nbs/atlas/96_arena.ipynb #96rea2b
 def idle(found, row):
     """Whether no layer's attention adds as much as 1 % to a token, of a row that has one."""
-    return row not in _BESIDE and kept(found, row, "updates", np.max) < 0.01
+    return row not in _WITHOUT and kept(found, row, "updates", np.max) < 0.01
 
 
 def last(found, row, name, count=5):
@@ -422,7 +423,8 @@ def standing(found, paper=None):
     Args:
         found: records of a study of this module. paper: {row: its percent}.
     """
-    made = accuracies(found, paper, beside={row: _BESIDE for row in METHODS if row not in _BESIDE})
+    made = accuracies(found, paper, beside={row: _WITHOUT if row == "Nystromformer" else _BESIDE
+                                            for row in METHODS if row not in _BESIDE})
     made["density"], made["multiplier"] = ([last(found, row, name) for row in made["row"]] for name in ("density", "multiplier"))
     made["update"] = [kept(found, row, "updates", np.max) for row in made["row"]]
     off = np.array([idle(found, row) for row in made["row"]])
@@ -444,7 +446,7 @@ def passed(table):
         table: of `accuracies` or `standing`, of one task.
     """
     rule, percent = best_rule(table)
-    trained = table[(table["clears"] != "a floor") & ~table["row"].str.startswith("no attention")]
+    trained = table[(table["clears"] != "a floor") & ~table["row"].str.startswith(_WITHOUT)]
     if trained.empty:
         return f"only floors so far, the best rule is {rule}, {percent:.1f} %"
     below = [clears.removeprefix("no: ").split(", ") for clears in trained["clears"] if not clears.startswith("off")]
@@ -482,12 +484,12 @@ def _sources(found, *rows):
     return "; ".join([*found.sources(), *(f"the attention of {row} is off" for row in rows if idle(found, row))])
 
 
-def gain(run, found, id, one, other, **facts):
-    """A claim that one row is ahead of another."""
+def gain(run, found, id, one, other, needs="smoke", **facts):
+    """A claim that one row is ahead of another; below the scale `needs` it is not decided."""
     lacking = [row for row in (one, other) if row not in found.rows()]
     if lacking:
         return run.not_attempted(id, kind="order", reason=f"no record of {', '.join(lacking)} at scale {run.scale}", **facts)
-    return run.decide(id, kind="order", paper=None, sign=1, tolerance=0.0, experiment=gap(found, one, other),
+    return run.decide(id, kind="order", paper=None, sign=1, tolerance=0.0, needs=needs, experiment=gap(found, one, other),
                       evidence=_sources(found, one, other), **facts)
 
 # %% ../../nbs/atlas/96_arena.ipynb #96rea3d

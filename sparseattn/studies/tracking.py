@@ -414,6 +414,7 @@ def outcomes(found, row, part):
 
 def compared(found, part, *rows):
     """The experiment of one or two rows on a kind of test data; `found`: records of this study."""
-    rules = [row for row in (*FLOORS, "no attention") if row in found.rows()]
+    wanted = (*FLOORS, "no attention")
+    rules, missing = ([row for row in wanted if (row in found.rows()) == there] for there in (True, False))
     return Experiment({row: outcomes(found, row, part) for row in rows}, {row: outcomes(found, row, part) for row in rules},
-                      clusters=found.outcomes("(eta, phi)", f"_{part}")[0])
+                      missing=missing, clusters=found.outcomes("(eta, phi)", f"_{part}")[0])
