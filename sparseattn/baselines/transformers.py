@@ -241,6 +241,7 @@ def nystrom_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], 
     Args:
         q, k, v: queries, keys, values.
         landmarks: number m of landmarks; sets of fewer points use each point (and would cost less as dense attention).
+            0 leaves the convolution alone, which is no attention.
         steps: iterations of the pseudo-inverse.
         conv: odd filters, one a head, of values along the sequence that are added; None for none.
         mask: True = a real point; what masked points hold changes nothing. Padding is neutral exactly, wherever it
@@ -250,7 +251,8 @@ def nystrom_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], 
         Attention; masked points return 0. dtype as `q`.
 
     Raises:
-        TypeError, ValueError: see `check_qkv`; landmarks or steps that are no integer >= 1, filters that do not fit.
+        TypeError, ValueError: see `check_qkv`; landmarks or steps that are no integer >= 1, filters that do not fit; neither
+            landmarks nor filters.
 
     Example:
         >>> x = torch.randn(2, 4, 10, 8)
@@ -258,8 +260,10 @@ def nystrom_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], 
         torch.Size([2, 4, 10, 8])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    check_count("landmarks", landmarks)
+    check_count("landmarks", landmarks, int(conv is None))
     check_count("steps", steps)
+    if not landmarks:
+        return _finished(_convolved(v, conv), mask, dtype)
     scale, landmarks = q.shape[3] ** -0.5, min(landmarks, q.shape[2])
     (to, filled), (of, _) = segment_means(q, landmarks, mask), segment_means(k, landmarks, mask)
     rows, columns = (None, None) if mask is None else (filled[:, None, :, None], filled[:, None, None, :])
@@ -671,7 +675,7 @@ class NystromAttention(_Baseline):
 
     Args:
         dim, heads, head_dim: see `LinearAttention`.
-        landmarks: landmarks a head.
+        landmarks: landmarks a head; 0 leaves the convolution alone, the part that is no attention.
         steps: iterations of the pseudo-inverse.
         conv: width of the depthwise convolution of the values, odd; None for none.
 
@@ -687,7 +691,7 @@ class NystromAttention(_Baseline):
     def __init__(self, dim: int, heads: int, *, landmarks: int = 256, steps: int = 6, conv: int | None = None,
                  head_dim: int | None = None):
         super().__init__(dim, heads, head_dim)
-        check_count("landmarks", landmarks)
+        check_count("landmarks", landmarks, int(conv is None))
         check_count("steps", steps)
         if conv is not None and (isinstance(conv, bool) or not isinstance(conv, int) or conv < 1 or conv % 2 == 0):
             raise ValueError(f"conv must be an odd integer >= 1 or None, got {conv!r}")

@@ -282,9 +282,7 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
     """
     row = dict(id=id, paper=source, where=where, statement=statement, kind=kind, notebook=notebook,
                decided=experiment.decided_by)
-    verdict, why = experiment.verdict(paper, tolerance=tolerance, sign=sign)
-    if marks.get("origin") == "ours":                                            # no paper gives the number
-        why = why.replace("the paper's value", "what was expected").replace("paper ", "expected ", 1)
+    verdict, why = experiment.verdict(paper, tolerance=tolerance, sign=sign, printed=marks.get("origin") != "ours")
     if _too_small(scale, needs):
         return _too_early(scale, needs, _joined(why, evidence), **row, **marks)
     return Claim(verdict=verdict, evidence=_joined(f"{why} (scale {scale})", evidence), **row, **marks)

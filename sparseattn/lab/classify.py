@@ -240,12 +240,12 @@ def experiment(found: Records, *rows: str, beside: tuple = (), part: str = "test
     every = found.study.rows
     rules = [row for row, options in every.items() if options.get("floor") and "untrained" not in options
              and options.get("task") == every[rows[0]].get("task")]
-    there, asked = found.rows(), dict.fromkeys((*rules, *beside))
-    names, missing = [*rows, *(row for row in asked if row in there)], tuple(row for row in asked if row not in there)
+    there, wanted = found.rows(), dict.fromkeys((*rules, *beside))
+    names, missing = [*rows, *(row for row in wanted if row in there)], tuple(row for row in wanted if row not in there)
     unit = 100.0 if found.study.statistic is None else 1.0
     of = {row: {seed: unit * y for seed, y in _grouped(found, row, part).items()} for row in names}
     of |= {row: of[row][0] for row in names if row in rules and "seeds" not in every[row]}
-    floors = {row: of[row] for row in of if row in asked}
+    floors = {row: of[row] for row in of if row in wanted}
     return Experiment({row: of[row] for row in rows}, floors, statistic=found.study.statistic, missing=missing)
 
 

@@ -339,7 +339,7 @@ class Decision(NamedTuple):
 
 
 def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[str]] | None = None, *, tolerance: float,
-            sign: int = 0, difference: bool = True, once: Sequence[str] = ()) -> Decision:
+            sign: int = 0, difference: bool = True, once: Sequence[str] = (), printed: bool = True) -> Decision:
     """The verdict on a number of a paper. The first line that applies:
 
         1. a row does not clear a floor, or was trained once: undecided
@@ -356,6 +356,7 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
         sign: the direction, 1 or -1, where `paper` is None.
         difference: is it a difference, so that its sign means something? False for a level.
         once: rows that were trained once, by name.
+        printed: does the paper give the value? False for one that we expected; the text then calls it so.
 
     Returns:
         The verdict, and a text with all numbers; undecided ones name the smallest difference that could have been seen,
@@ -372,7 +373,7 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
     """
     side, near, far = _within(paper, tolerance, sign, difference)
     low, high = sorted((side * ours.low, side * ours.high)) if side else (ours.low, ours.high)
-    numbers = f"{_said(paper, sign)}, ours {ours}, tolerance {tolerance:g}"
+    numbers = f"{_said(paper, sign, printed)}, ours {ours}, tolerance {tolerance:g}"
     unseen = _unseen(ours, once)
     if below:
         short = [f"{row} is not two standard errors above {', '.join(floors)}" for row, floors in below.items()]
@@ -382,8 +383,8 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
     if near <= low and high <= far and (not side or low > 0):
         return Decision("reproduced", numbers)
     if side and low > 0:
-        return Decision("partly", f"{numbers}; {_by_direction(paper)}")
-    expected = _expected(paper, tolerance)
+        return Decision("partly", f"{numbers}; {_by_direction(paper, printed)}")
+    expected = _expected(paper, tolerance, printed)
     if high < near or far < low or (side and high <= 0):
         return Decision("not reproduced", f"{numbers}; the interval leaves out {expected}")
     return Decision("undecided", f"{numbers}; the interval holds {expected} and its contrary; {unseen}")
@@ -408,26 +409,30 @@ def _within(paper, tolerance, sign, difference):
 def _unseen(ours, once):
     "What the experiment could not have seen."
     if ours.over != "items only":
-        return f"a difference under {ours.resolution:.3g} could not have been seen"
+        return (f"a difference under {ours.resolution:.3g} could not have been seen" if math.isfinite(ours.resolution)
+                else "nothing tells how it scatters")
     half = max(ours.high - ours.value, ours.value - ours.low)
     return (f"{' and '.join(once) or 'a row'} {'were' if len(once) > 1 else 'was'} trained once: differences under "
             f"{half:.3g} are hidden already, and three trainings of each row would find "
             f"{resolution(1.0, 3):.2g} times the sd of their differences")
 
 
-def _said(paper, sign):
-    return f"expected {'above' if sign > 0 else 'below'} 0" if paper is None else f"paper {paper:g}"
+def _said(paper, sign, printed):
+    if paper is None:
+        return f"expected {'above' if sign > 0 else 'below'} 0"
+    return f"{'paper' if printed else 'expected'} {paper:g}"
 
 
-def _expected(paper, tolerance):
+def _expected(paper, tolerance, printed):
     if paper is not None:
-        return "the paper's value"
+        return "the paper's value" if printed else "what was expected"
     return f"a difference of {tolerance:g} and more" if tolerance else "what was expected"
 
 
-def _by_direction(paper):
-    return "on the expected side, within the tolerance of 0" if paper is None else \
-        "the direction is the paper's, the value is not met"
+def _by_direction(paper, printed):
+    if paper is None:
+        return "on the expected side, within the tolerance of 0"
+    return f"the direction is {'that of the paper' if printed else 'as expected'}, the value is not met"
 
 # %% ../../nbs/lab/82_decide.ipynb #65277117
 @dataclass(frozen=True, eq=False)
@@ -490,8 +495,8 @@ class Experiment:
         found = {row: floors if row in self.floors else floors + missing for row, floors in self.short.items()}
         return {row: floors for row, floors in found.items() if floors}
 
-    def verdict(self, paper: float | None, *, tolerance: float, sign: int = 0) -> Decision:
+    def verdict(self, paper: float | None, *, tolerance: float, sign: int = 0, printed: bool = True) -> Decision:
         """The verdict on the paper's value, see `verdict`."""
         once = [name for name, row in self.rows.items() if isinstance(row, Mapping) and len(row) == 1]
         return verdict(paper, self.interval, self.below, tolerance=tolerance, sign=sign,
-                       difference=len(self.rows) == 2, once=once)
+                       difference=len(self.rows) == 2, once=once, printed=printed)

@@ -178,6 +178,7 @@ METHODS = {
     "soft 128": dict(samples=128, hard=False) | _ONCE,
     "SBM + I": dict(attention="sbm", self_loops=True) | _ONCE,
     "Nystromformer": dict(attention="nystrom", conv=35) | _ONCE,
+    "convolution alone": dict(attention="nystrom", landmarks=0, conv=35) | _ONCE,
     "Reformer": dict(attention="reformer", across_buckets=True) | _ONCE,
     **{f"SBM, weight {weight}": dict(attention="sbm", weight=weight) | _ONCE for weight in (0.01, 0.001, 0.0001)},
 }
@@ -276,7 +277,8 @@ def _options(task, name, length, setting, samples=None, **options):
     """Options of the attention of a row."""
     if name == "samsa":
         return options | {"samples": max(2, round(samples * length / LENGTH[task]))}
-    options |= {SIZE[name]: setting["rank"]} if name in SIZE else {"clusters": setting["clusters"]} if name == "sbm" else {}
+    sized = {SIZE[name]: setting["rank"]} if name in SIZE else {"clusters": setting["clusters"]} if name == "sbm" else {}
+    options = sized | options
     options |= {"chunk": min(64, setting["rank"])} if name == "reformer" else {}
     return options | ({"max_length": length} if name == "linformer" else {})
 

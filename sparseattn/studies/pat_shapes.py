@@ -9,13 +9,13 @@ __all__ = ['ROWS', 'SETTINGS', 'STUDY', 'Answers', 'RandomSubset', 'network', 'c
 import torch
 from torch import nn
 
-from ..baselines.graphs import DGCNN, PointNet, PointNet2
 from ..core.points import farthest_point_sampling, gather_points
 from ..core.transformer import make_attention
 from ..data import shapes
 from ..lab.classify import CLOUD_RULES, classification, on_clouds
 from ..pat.layers import GumbelSubsetSampling, annealed_tau
 from ..pat.models import PATClassifier, class_scores, elementwise_loss, set_tau
+from .samsa_shapes import penalised, rival
 
 # %% ../../nbs/pat/62_shapes.ipynb #0338327e
 ROWS = {
@@ -29,14 +29,14 @@ ROWS = {
     "PAT (FPS + random)": dict(sampling=["fps", "random", "random"]),
     "loss of the mean": dict(few=True, averaged=True),
     "1 group": dict(few=True, groups=1, norm_groups=8),
-    "PointNet": dict(network="PointNet"),
+    "PointNet": dict(network="PointNet", same_dropout=True, penalty=1e-3),
     "PAT (GSA only)": dict(),
     "MLP": dict(few=True, embedding="mlp"),
     "MHA SM": dict(few=True, attention="heads", small=True),
     "MHA LG": dict(few=True, attention="heads"),
     "LN": dict(few=True, norm="point", norm_groups=1),
-    "PointNet++ (levels)": dict(network="PointNet++"),
-    "DGCNN": dict(network="DGCNN"),
+    "PointNet++ (levels)": dict(network="PointNet++", same_dropout=True, by_density=True),
+    "DGCNN": dict(network="DGCNN", same_dropout=True, layers=4),
     "MLP, LN": dict(few=True, embedding="mlp", norm="point", norm_groups=1),
     "PAT (FPS + distinct)": dict(sampling=["fps", "gss", "gss"], replace=False),
     "PAT (GSS)": dict(sampling=["gss"] * 3),
@@ -96,8 +96,10 @@ class Answers(nn.Module):
 
     def forward(self, points):
         logits = self.network(points[:, :self.points])
+        logits, *added = logits if isinstance(logits, tuple) else (logits,)      # what PointNet adds to its loss
         logits = logits if logits.dim() == 3 else logits[:, None]
-        return class_scores(logits)[:, None] if self.averaged else logits
+        logits = class_scores(logits)[:, None] if self.averaged else logits
+        return (logits, *added) if added else logits
 
 # %% ../../nbs/pat/62_shapes.ipynb #cc91106f
 class RandomSubset(GumbelSubsetSampling):
@@ -141,14 +143,9 @@ def network(row, setting, data):
     """The network of a row."""
     options = {k: v for k, v in ROWS[row].items() if k not in ("floor", "seeds")}
     points = setting["few" if options.pop("few", False) else "points"]
-    name, averaged, classes = options.pop("network", "PAT"), options.pop("averaged", False), len(data["_classes"])
-    edges = {} if setting["edges"] is None else dict(k=setting["neighbours"], edges=setting["edges"])
-    released = {} if setting["dropout"] else dict(dropout=0.0)
-    model = {"PAT": lambda: _pat(setting, classes, **options),
-             "PointNet": lambda: PointNet(classes, transforms=setting["alignments"], **released),
-             "PointNet++": lambda: PointNet2(classes, levels=setting["levels"], **released),
-             "DGCNN": lambda: DGCNN(classes, **edges, **released)}[name]()
-    return Answers(model, points, averaged)
+    averaged, classes = options.pop("averaged", False), len(data["_classes"])
+    made = rival if "network" in options else _pat
+    return Answers(made(setting, classes, **options), points, averaged)
 
 # %% ../../nbs/pat/62_shapes.ipynb #621c90f2
 def cooled(model, progress):
@@ -175,5 +172,5 @@ def drawn(row, model, setting, data):
 
 # %% ../../nbs/pat/62_shapes.ipynb #6eb3935f
 STUDY = classification("pat_shapes", "PAT's tables on ModelNet40 (Tables 1 and 6, Figure 6)", ROWS, SETTINGS,
-                       network=network, augment=shapes.scaled_and_shifted, loss=elementwise_loss, scores=class_scores,
+                       network=network, augment=shapes.scaled_and_shifted, loss=penalised(elementwise_loss), scores=class_scores,
                        anneal=cooled, drawn=drawn, **on_clouds(shapes))

@@ -180,6 +180,8 @@ def test_nystrom_equals_its_equations():
         return f @ z @ b @ v + conv
 
     assert_same(lambda *x: nystrom_attention(*x, landmarks=6, conv=filters), plain, (q, k, v))
+    alone = nystrom_attention(q, k, v, landmarks=6, conv=filters) - nystrom_attention(q, k, v, landmarks=6)
+    torch.testing.assert_close(nystrom_attention(q, k, v, landmarks=0, conv=filters), alone)
 
 
 @pytest.mark.parametrize("n, count", [(7, 3), (3, 7), (1, 1), (12, 4)])

@@ -200,8 +200,8 @@ class Found:
 
     decided_by = "training"
 
-    def verdict(self, paper, *, tolerance, sign):
-        return "undecided", f"{paper}, {tolerance}, {sign}"
+    def verdict(self, paper, *, tolerance, sign, printed):
+        return "undecided", f"{paper if printed else f'ours {paper}'}, {tolerance}, {sign}"
 
 
 def test_decide_asks_the_experiment():
@@ -210,6 +210,7 @@ def test_decide_asks_the_experiment():
     assert (row.verdict, row.evidence) == ("undecided", "3.0, 0.5, 0 (scale cpu); 600 steps")
     assert (row.decided, row.origin, row.uses, row.paper, row.kind) == ("training", "stated", "X-1", "PAT", "order")
     assert claims.decide("X-4", **facts, paper=None, sign=-1).evidence == "None, 0.5, -1 (scale cpu)"
+    assert claims.decide("X-4", **facts, paper=3.0, origin="ours").evidence == "ours 3.0, 0.5, 0 (scale cpu)"
     with pytest.raises(ValueError, match="scale is 'huge'"):
         claims.decide("X-4", **dict(facts, scale="huge"), paper=3.0)
     for wrong in ("expect", "ours", "stated"):  # no word at the claim decides

@@ -456,6 +456,9 @@ def test_text_holds_the_numbers():
                              "each row would find 3.3 times the sd of their differences")
     less = verdict(None, around(3, 0.1), tolerance=0, sign=-1)
     assert less.why.startswith("expected below 0, ours 3 [") and less.why.endswith("leaves out what was expected")
+    ours = verdict(3.0, around(1, 0.1), tolerance=0.5, printed=False)
+    assert ours.why.startswith("expected 3, ours 1 [") and "paper" not in ours.why
+    assert verdict(3.0, around(3, math.inf, seeds=0), tolerance=0.5).why.endswith("; nothing tells how it scatters")
     small = verdict(None, around(0.1, 0.2), tolerance=1, sign=1)
     assert small.verdict == "not reproduced" and small.why.endswith("leaves out a difference of 1 and more")
     near = verdict(None, around(0.5, 0.1), tolerance=1, sign=1)
