@@ -191,9 +191,9 @@ def test_what_is_off_is_said_and_left_out(tmp_path):
     run = SimpleNamespace(scale="smoke", decide=lambda id, **facts: decided.setdefault(id, facts["evidence"]))
     _arena.gain(run, found, "X", "hard 256, from 0", "full"), _arena.level(run, found, "Y", "full", 40.0)
     assert "the attention of hard 256, from 0 is off" in decided["X"] and "off" not in decided["Y"]
-    asked = SimpleNamespace(scale="smoke", decide=lambda id, needs, **facts: needs)
-    assert _arena.gain(asked, found, "X", "full", "no attention") == "smoke"
-    assert _arena.gain(asked, found, "X", "full", "no attention", needs="paper") == "paper"
+    run = SimpleNamespace(scale="smoke", decide=lambda id, needs, **facts: needs)
+    assert _arena.gain(run, found, "X", "full", "no attention") == "smoke"
+    assert _arena.gain(run, found, "X", "full", "no attention", needs="paper") == "paper"
 
 
 def test_what_rows_pass_is_counted():

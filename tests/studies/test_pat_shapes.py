@@ -50,3 +50,17 @@ def test_without_attention_points_do_not_meet_after_the_embedding(built):
 def test_parts_are_disjoint(data):
     train, val = ({tuple(cloud.flatten().tolist()) for cloud in data[part][0]} for part in ("train", "val"))
     assert len(val) == SETTING["validation"] and not train & val
+
+
+def test_pointnet_pays_for_its_alignment_in_training_alone(data):
+    torch.manual_seed(0)
+    model, points = STUDY.network("PointNet", SETTING | {"alignments": True}, data), torch.randn(8, 48, 3)
+    batch = {"inputs": points, "labels": torch.arange(8) % 4, "progress": 0.0}
+    with torch.no_grad():
+        model.network.align_features.matrix.bias.add_(0.1)
+    logits, added = model(points)
+    assert logits.shape == (8, 1, 4) and added > 0
+    paid = STUDY.loss(model, batch, None)
+    model.network.penalty = 0.0
+    torch.testing.assert_close(paid - STUDY.loss(model, batch, None), added, rtol=1e-3, atol=0)
+    assert model.eval()(points).shape == (8, 1, 4)
