@@ -86,8 +86,8 @@ class Answers(nn.Module):
         averaged: one element whose probabilities are the mean of all.
 
     Example:
-        >>> Answers(PointNet(10), 50).eval()(torch.randn(2, 60, 3)).shape
-        torch.Size([2, 1, 10])
+        >>> Answers(PATClassifier(10, dim=8), 50).eval()(torch.randn(2, 60, 3)).shape
+        torch.Size([2, 50, 10])
     """
 
     def __init__(self, network, points, averaged=False):
