@@ -20,6 +20,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads Triton, which torch alone does not
 sys.path.insert(0, str(ROOT / "workflow"))
 
+# The longest first, so that two processes end together.
+LONGEST = ["test_collection.py", "test_command.py", "test_workflow.py", "test_rehearsal.py", "test_large_scales.py",
+           "test_costs_device.py", "test_package.py", "test_layer.py", "test_measure.py", "test_native.py"]
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 HELPERS = """#| export
 import csv, json
 from pathlib import Path

@@ -37,6 +37,9 @@ RANKED = {"Performer": "performer", "Linformer": "linformer", "Nystromformer": "
 ROWS |= {f"{row}, {part}": dict(attention=name, share=share, seeds=1)
          for part, share in SHARES.items() for row, name in RANKED.items()}
 ROWS["Nystromformer"] = dict(attention="nystrom", share=1.0, seeds=1)
+ROWS |= {f"{row}, hidden 32": dict(attention=name, hidden=32, **share)
+         for row, name, share in (("Full", "dense", {}), ("Linear", "linear", {}), ("Performer", "performer", {"share": 1.0}),
+                                  ("Nystromformer", "nystrom", {"share": 1.0}))}
 
 # %% ../../nbs/sbm/44_repeats.ipynb #b63827af
 SETTINGS = {
@@ -54,12 +57,12 @@ SIZE = {"linformer": "rank", "performer": "features", "nystrom": "landmarks", "r
 
 
 def network(row, setting, data):
-    """A network of one layer and one head, as wide as SBM attention makes it."""
+    """A network of one layer and one head, as wide as SBM attention makes it, or as its row says."""
     n, options = setting["length"], {k: v for k, v in ROWS[row].items() if k not in ("batch", "seeds")}
     name, share = options.pop("attention"), options.pop("share", None)
     options |= {SIZE[name]: max(1, int(share * n))} if share else {"clusters": n // 2} if name == "sbm" else {}
-    hidden, sizes = 32, dict(dim=32, heads=1, hidden=32, head_dim=32)
-    if name not in ("sbm", "linformer"):
+    hidden, sizes = options.pop("hidden", 32), dict(dim=32, heads=1, hidden=32, head_dim=32)
+    if name not in ("sbm", "linformer") and "hidden" not in ROWS[row]:
         hidden = matched_hidden(name, target=layer_parameters("sbm", clusters=n // 2, **sizes), **sizes, **options)
     return TokenClassifier(n + 1, max_length=n, positions=False, embedding_std=1.0, attention=name, hidden=hidden, **options)
 
