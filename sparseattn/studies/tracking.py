@@ -150,7 +150,6 @@ SMALLER = {  # what these rows are trained with so far
     **{row: dict(attention=row.lower(), positions=True)
        for row in ("Reformer", "SMYRF", "Performer", "ScatterBrain", "FLT", "FlatFormer")},
     "PointTrans": dict(attention="point_transformer"), "Performer-k": dict(attention="performer_k"),
-    "FlatFormer-k": dict(attention="flatformer_k"),
 }
 
 AFTER = {"(eta, phi) hashed, softmax": dict(kernel="softmax", hash_by="coords", positions=True),
