@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import graph
+import pictures
 import plain
 import plan
 
@@ -85,6 +86,8 @@ def execute(root: Path, notebook: graph.Notebook, scale: str, by=by_papermill) -
     if notebook.has_parameters and not (root / notebook.run_json(scale)).exists():
         missing = notebook.run_json(scale)
         return f"{notebook.path}\n  has a parameters cell but wrote no {missing}: does it end with run.finish()?"
+    pictures.small_outputs(output)
+    pictures.small_files((root / notebook.run_json(scale)).parent)
     return ""
 
 
