@@ -36,6 +36,7 @@ from sparseattn.lab.run import notebook_hash
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = graph.find_notebooks(ROOT)
+IMPORTS = graph.Imports(ROOT)
 BIN = Path(sys.executable).parent
 PAPERS = {"hept", "sbm", "sampled", "pat", "samsa", "baselines"}
 each_notebook = pytest.mark.parametrize("notebook", NOTEBOOKS.values(), ids=list(NOTEBOOKS))
@@ -70,7 +71,7 @@ def tree(*folders: Path) -> dict[str, bytes]:
 @each_notebook
 def test_executes(notebook, executed):
     log = ROOT / notebook.log("smoke")
-    digest = graph.digest(graph.fingerprint(ROOT, notebook, graph.Imports(ROOT)))
+    digest = graph.digest(graph.fingerprint(ROOT, notebook, IMPORTS))
     if not all((ROOT / product).exists() for product in notebook.products("smoke", digest)):
         pytest.fail(
             log.read_text(encoding="utf-8")
@@ -207,11 +208,10 @@ def test_floors(module):
 
     A study is a roof: it puts a paper's network, data and lab together, and no other study.
     """
-    imports = graph.Imports(ROOT)
-    name = imports.file(module)
+    name = IMPORTS.file(module)
     source = (ROOT / name).read_text(encoding="utf-8")
     tree_ = graph.Notebook(name, "", "", "", "", None, False, (("code", "", _absolute(source, module)),))
-    floor, used = _floor(module), {_floor(m) for m in imports.imported(tree_)} - {""}
+    floor, used = _floor(module), {_floor(m) for m in IMPORTS.imported(tree_)} - {""}
     allowed = {floor} | ({"core"} if floor in PAPERS | {"data", "lab", "studies", "testing"} else set())
     if floor == "studies":
         allowed |= PAPERS | {"data", "lab"}

@@ -1,11 +1,11 @@
 """The cells that time and weigh are taken on a pretended GPU: what they make lies there, and their tables say so."""
 
 import importlib
+import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -95,7 +95,8 @@ def test_costs_are_those_of_the_device(notebook, monkeypatch):
     monkeypatch.setattr(lab_run, "start", lambda *args, **options: run)
     for name, replaced in (("compare", compared), ("peak_memory", weighed), ("machine_ceilings", limits)):
         monkeypatch.setattr(measure, name, replaced)
-    source = {cell.id: cell.source for cell in nbformat.read(NBS / f"{notebook}.ipynb", 4).cells}
+    cells = json.loads((NBS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    source = {cell["id"]: "".join(cell["source"]) for cell in cells}
     space = dict(vars(importlib.import_module(f"sparseattn.{module}")), scale="smoke", run=run, **names)
     with pretend_gpu():
         for cell in ids.split():

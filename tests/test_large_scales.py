@@ -16,10 +16,16 @@ import graph
 import pytest
 
 ROOT = Path(__file__).parent.parent
-IMPORTS = graph.Imports(ROOT)
 ALL = os.environ.get("REHEARSE") == "all"
-READERS = [key for key, n in graph.find_notebooks(ROOT).items() if n.has_parameters and IMPORTS.studies(n)]
-CHOSEN = READERS if ALL else ["sampled/56_sets", "pat/63_scenes", "samsa/76_conformers"]
+
+
+def readers():
+    """Keys of the notebooks that read records."""
+    imports = graph.Imports(ROOT)
+    return [key for key, n in graph.find_notebooks(ROOT).items() if n.has_parameters and imports.studies(n)]
+
+
+CHOSEN = readers() if ALL else ["sampled/56_sets", "pat/63_scenes", "samsa/76_conformers"]
 
 
 def rehearse(key, scale, there, folder):

@@ -379,7 +379,7 @@ def test_no_kernel_leaves_its_arrays(tmp_path):
     found = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not Path(found).is_absolute():
         pytest.skip("the compiler brings no sanitizers")
-    flags = "-g -fsanitize=address,undefined -fno-sanitize-recover=all"
+    flags = "-g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
     watched = {"CC": f"cc {flags}", "LD_PRELOAD": found, "SPARSEATTN_CACHE": str(tmp_path),
                "ASAN_OPTIONS": "detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1000000000"}
     run = subprocess.run([sys.executable, "-c", WATCHED], env=os.environ | watched, capture_output=True, text=True)
