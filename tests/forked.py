@@ -20,7 +20,6 @@ OWN = ("sparseattn.studies",)  #: packages that read the environment when they a
 def popen(command, *, env=None, preexec_fn=lambda: None, **options) -> subprocess.Popen:
     """`subprocess.Popen` for `python -m module ...` and `python script.py ...`; in place of an exec they run here."""
     assert command[0] == sys.executable
-    command = [str(word) for word in command]
 
     def become():
         try:

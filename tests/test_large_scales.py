@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import graph
 import pytest
 
@@ -33,13 +32,12 @@ def rehearse(key, scale, there, folder):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPARSEATTN")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     command = [sys.executable, ROOT / "tests/rehearse.py", key, scale, folder, there]
-    process = forked.popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    printed, wrong = process.communicate()
-    assert process.returncode == 0, wrong[-2000:]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
     results = folder / "figures" / key.split("/")[1]
     made = json.loads((results / "run.json").read_text())
     assert made["scale"] == scale and made["device"].startswith("cpu")
-    return printed, results
+    return done.stdout, results
 
 
 @pytest.mark.parametrize("key", CHOSEN)
