@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import data
-import forked
 import graph
 import page
 import plan
@@ -310,37 +309,33 @@ def test_a_set_that_cannot_be_had_leaves_rows_out_and_the_run_goes_on(collection
 
 
 def test_a_job_trains_a_unit_of_the_real_command(tmp_path):
-    """It ends in a record; out of time or told to end it keeps its work, and the next job goes on from there.
-
-    The first starts as a job does, the others as forks that need not start again for glibc's variables.
-    """
+    """It ends in a record; out of time or told to end it keeps its work, and the next job goes on from there."""
     (tmp_path / "settings.ini").touch()
     env = OWN_PACKAGE | {"SPARSEATTN_STUDIES": str(ROOT / "tests/lab/studies"), "PYTHONPATH": str(ROOT)}
     env |= {"TOY_SECONDS": "0.1"}
     command = [sys.executable, "-m", "sparseattn.studies", "toy", "--units", "units.json"]
-    assert forked.popen(command, cwd=tmp_path, env=env).wait() == 0
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
     units = json.loads((tmp_path / "units.json").read_text())
     jobs = {u["unit"]: plan.unit_job("cpu", u, n, publish.settings(), 2) for n, u in enumerate(units)}
 
-    def start(unit: str, budget: float | None = None, starts=forked.popen) -> subprocess.Popen:
+    def start(unit: str, budget: float | None = None) -> subprocess.Popen:
         plan.write(tmp_path, "cpu", dict(units=list(jobs.values()), budget=budget, environment={}))
         (tmp_path / "build/cpu/units/began").unlink(missing_ok=True)
         job = [sys.executable, str(ROOT / "workflow/train.py"), "toy", unit, "--scale", "cpu"]
-        own = units[0]["environment"] if starts is forked.popen else {}
-        return starts(job, cwd=tmp_path, env=env | own, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(job, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
 
-    def said(*unit) -> str:
-        return start(*unit).communicate(timeout=120)[0]
+    def said(unit: str, budget: float | None = None) -> str:
+        return start(unit, budget).communicate(timeout=120)[0]
 
     def step() -> int:
         found = list((tmp_path / "build/cpu/studies/toy").glob("linear-0-*/progress.json"))
         return json.loads(found[0].read_text())["step"] if found else 0
 
     record = tmp_path / "figures/toy/runs/cpu/linear-0.json"
-    assert "toy/majority-0 done in" in said("majority-0", None, subprocess.Popen)
+    assert "toy/majority-0 done in" in said("majority-0")
     assert "toy/linear-0 left after 0 s: figures/toy/runs/cpu/linear-rate-0.1.json" in said("linear-0")
     assert all(f"toy/linear-rate-{rate} done in" in said(f"linear-rate-{rate}") for rate in ("0.1", "0.01"))
-    assert "toy/linear-0 stopped after" in said("linear-0", 0.03)
+    assert "toy/linear-0 stopped after" in said("linear-0", budget=0.03)
     for number in (signal.SIGINT, signal.SIGTERM):
         job, before = start("linear-0"), step()
         until(lambda n=before: step() > n)
