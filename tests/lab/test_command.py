@@ -1,8 +1,4 @@
-"""The command that trains: plans, budgets, kills, two at once.
-
-Most tests start it, and it its trainings, as forks of this process (tests/forked.py); where Python itself has a part
-in what is tested, `real=True` starts it as a user does.
-"""
+"""The command that trains: plans, budgets, kills, two at once."""
 
 import importlib
 import json
@@ -19,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
 import pytest
 from sparseattn.lab import command
 from sparseattn.lab.command import main
@@ -35,13 +30,7 @@ def clone(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def trainings_are_forks(monkeypatch):
-    """Those that a fork starts; a process of its own starts real ones."""
-    monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=forked.popen))
-
-
-def start(clone, *arguments, limit=lambda: None, real=False, **environment):
+def start(clone, *arguments, limit=lambda: None, **environment):
     env = os.environ | {"SPARSEATTN_STUDIES": str(HERE / "studies"), "OMP_NUM_THREADS": "1"} | environment
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), env.get("PYTHONPATH", "")])
 
@@ -49,13 +38,12 @@ def start(clone, *arguments, limit=lambda: None, real=False, **environment):
         signal.signal(signal.SIGINT, signal.SIG_DFL)                    # a shell's background jobs ignore Ctrl-C
         limit()
 
-    starts, before = (subprocess.Popen, heard) if real else (forked.popen, limit)
-    return starts([sys.executable, "-m", "sparseattn.studies", *arguments], cwd=clone, env=env, text=True,
-                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=before)
+    return subprocess.Popen([sys.executable, "-m", "sparseattn.studies", *arguments], cwd=clone, env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heard)
 
 
-def call(clone, *arguments, **options):
-    process = start(clone, *arguments, **options)
+def call(clone, *arguments, **environment):
+    process = start(clone, *arguments, **environment)
     text = process.communicate(timeout=300)[0]
     return process.returncode, text
 
@@ -85,7 +73,7 @@ def test_wrong_arguments_are_named(clone, monkeypatch, capsys, arguments, messag
 
 
 def test_the_exit_status_is_that_of_wrong_arguments(clone):
-    status, text = call(clone, "nobody", real=True)
+    status, text = call(clone, "nobody")
     assert status == 2 and "there is no study 'nobody'" in text and "Traceback" not in text
 
 
@@ -133,7 +121,7 @@ def test_several_studies_take_turns(clone, monkeypatch):
 
 def test_everything_then_nothing(clone):
     rows = ("toy", "--rows", "majority,linear")
-    status, text = call(clone, *rows, "--jobs", "2", real=True)
+    status, text = call(clone, *rows, "--jobs", "2")
     assert status == 0 and len(records(clone)) == 5, text
     before = {p: p.stat().st_mtime_ns for p in (clone / "figures/toy/runs/cpu").iterdir()}
     assert call(clone, *rows)[0] == 0
@@ -166,7 +154,7 @@ def test_a_unit_that_fails_is_told_and_the_others_go_on(clone):
 
 def test_a_budget_stops_and_the_next_call_goes_on(clone):
     rows = ("toy", "--rows", "linear", "--seeds", "0")
-    status, text = call(clone, *rows, "--jobs", "1", "--budget", "0.06", TOY_SECONDS="0.1")
+    status, text = call(clone, *rows, "--jobs", "1", "--budget", "0.2", TOY_SECONDS="0.3")
     assert status == 75 and "run it again to go on" in text, text
     assert call(clone, *rows)[0] == 0
     assert "linear-0" in records(clone)
@@ -180,9 +168,9 @@ def test_two_commands_train_every_unit_once(clone):
     assert not any("Traceback" in log for log in logs)
 
 
-@pytest.mark.parametrize("number, real", [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_ctrl_c_saves(clone, number, real):
-    process = start(clone, "toy", "--rows", "linear", "--seeds", "0", "--jobs", "1", real=real, TOY_SECONDS="0.1")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves(clone, number):
+    process = start(clone, "toy", "--rows", "linear", "--seeds", "0", "--jobs", "1", TOY_SECONDS="0.2")
     while not list(clone.rglob("checkpoint.pt")) and process.poll() is None:
         time.sleep(0.2)
     process.send_signal(number)
@@ -195,7 +183,7 @@ def small_files(size):
 
 
 def test_a_plan_without_room_is_one_sentence(clone):
-    status, text = call(clone, "toy", "--units", "build/plan.json", limit=partial(small_files, 100), real=True)
+    status, text = call(clone, "toy", "--units", "build/plan.json", limit=partial(small_files, 100))
     assert status == 1 and "plan.json is not written: File too large" in text and "Traceback" not in text
     assert not list((clone / "build").iterdir())
 
@@ -221,17 +209,16 @@ def test_kills_and_a_full_disk_give_the_same_record(clone, tmp_path):
     for number in range(10):
         for old in clone.rglob("progress.json"):
             old.unlink()
-        process = start(clone, "toy", "--unit", "linear-0", TOY_SECONDS="0.05")
+        process = start(clone, "toy", "--unit", "linear-0", TOY_SECONDS="0.1")
         while not list(clone.rglob("progress.json" if number else "checkpoint.pt")):
             assert process.poll() is None
             time.sleep(0.02)
-        time.sleep(moments.uniform(0, 0.8))             # an epoch takes a second, and ends with a checkpoint
+        time.sleep(moments.uniform(0, 1.9))             # an epoch takes two seconds, and ends with a checkpoint
         process.kill()
         assert process.wait() == -signal.SIGKILL
     kept = next(clone.rglob("checkpoint.pt"))
     before = kept.read_bytes()
-    small = partial(small_files, len(before) // 2)
-    status, text = call(clone, "toy", "--unit", "linear-0", limit=small, real=True)
+    status, text = call(clone, "toy", "--unit", "linear-0", limit=partial(small_files, len(before) // 2))
     assert status == 1 and "File too large" in text and "Traceback" not in text, text
     assert kept.read_bytes() == before and not list(kept.parent.glob(".checkpoint*"))
     assert call(clone, "toy", "--unit", "linear-0")[0] == 0
@@ -246,5 +233,5 @@ def test_it_works_without_jupyter(clone):
     for name in absent:
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text(f"raise ImportError('{name} is not there')")
-    status, text = call(clone, "toy", "--rows", "linear", "--seeds", "0", real=True, PYTHONPATH=str(blocked))
+    status, text = call(clone, "toy", "--rows", "linear", "--seeds", "0", PYTHONPATH=str(blocked))
     assert status == 0 and len(records(clone)) == 3, text
