@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(ROOT / "workflow"))
 
 # The longest first, so that two processes end together.
-LONGEST = ["test_collection.py", "test_workflow.py", "test_rehearsal.py", "test_command.py", "test_layer.py",
-           "test_large_scales.py", "test_costs_device.py", "test_native.py", "test_measure.py", "test_package.py"]
+LONGEST = ["test_collection.py", "test_command.py", "test_workflow.py", "test_rehearsal.py", "test_large_scales.py",
+           "test_costs_device.py", "test_package.py", "test_layer.py", "test_measure.py", "test_native.py"]
 
 
 def pytest_collection_modifyitems(items):
