@@ -471,3 +471,9 @@ def shown(notebook: Path):
         for output in cell.get("outputs", []):
             yield "".join(output.get("text", ""))
             yield from ("".join(text) for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
+
+
+def test_what_was_found_is_in_the_committed_ledger():
+    cells = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))["cells"]
+    printed = "".join("".join(o.get("text", "")) for cell in cells for o in cell.get("outputs", []))
+    assert "not in this ledger: none\n" in printed

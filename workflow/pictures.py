@@ -1,8 +1,9 @@
 """Pictures of an executed notebook in 256 colours, a third of the bytes.
 
 The 64 commonest colours of a picture stay as they are, the others are the nearest of a palette: in the 142 figures that
-were first treated no channel of a pixel moved by more than 24 of 255. What has no more than 256 colours loses nothing. Files that a run wrote and pictures in its outputs are treated alike, and the digests in its
-run.json follow, so that results that agree are the same bytes.
+were first treated no channel of a pixel moved by more than 24 of 255. What has no more than 256 colours loses nothing.
+Files that a run wrote and pictures in its outputs are treated alike, and the digests in its run.json follow, so that
+results that agree are the same bytes.
 """
 
 from __future__ import annotations
