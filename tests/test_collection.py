@@ -397,6 +397,10 @@ def test_committed_results(notebook):
     files = [p for p in folder.iterdir() if p.is_file() and p.name != "run.json"]
     files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
     assert files == run["files"]
+    for cell in stored(notebook)["cells"]:
+        pictures = set(re.findall(r'run\.figure\(\w+, "(\w+)"\)', "".join(cell["source"])))
+        if {f"{name}.png" for name in pictures} & files.keys():
+            assert any("image/png" in o.get("data", {}) for o in cell["outputs"]), f"{pictures}: written, not shown"
     publish.check_folder(folder)
 
 
