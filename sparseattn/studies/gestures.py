@@ -176,8 +176,9 @@ def drawn(row, model, setting, data):
         return {}
     first = data["_window"] == 0
     events, labels, right = data["test"][0][first], data["test"][1][first], []
-    for model.points in setting["counts"]:
-        said = [class_scores(model(some.to(next(model.parameters()).device))).argmax(-1).cpu() for some in events.split(16)]
+    for count in setting["counts"]:
+        fewer = Answers(model.network, count)                             # the model stays as it is: the test comes after
+        said = [class_scores(fewer(some.to(next(model.parameters()).device))).argmax(-1).cpu() for some in events.split(16)]
         right.append((torch.cat(said) == labels).double().mean())
     return {"counts": setting["counts"], "right": torch.stack(right).numpy()}
 

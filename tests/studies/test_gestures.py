@@ -48,7 +48,10 @@ def test_rows_differ_where_they_say(data, built):
 
 
 def test_drawn_asks_with_other_numbers_of_points(data, built):
+    model = built("PointNet")
     with torch.no_grad():
-        found = drawn("PointNet", built("PointNet"), SETTING, data)
+        before = model(data["test"][0])
+        found = drawn("PointNet", model, SETTING, data)
+        assert torch.equal(model(data["test"][0]), before), "the test comes after it"
     assert found["counts"] == SETTING["counts"] and found["right"].shape == (len(SETTING["counts"]),)
     assert drawn("PAT (FPS)", None, SETTING, data) == {}
