@@ -27,7 +27,7 @@ setup(
     url=meta["git_url"],
     license="Apache-2.0",
     packages=find_packages(include=[meta["lib_path"], meta["lib_path"] + ".*"]),
-    package_data={"sparseattn": ["csrc/*.c", "csrc/*.h"], "sparseattn.data": ["files/*.npz", "files/*.txt"]},
+    package_data={"sparseattn": ["py.typed", "csrc/*.c", "csrc/*.h"], "sparseattn.data": ["files/*.npz", "files/*.txt"]},
     python_requires=">=" + meta["min_python"],
     install_requires=meta["requirements"].split(),
     extras_require=extras,

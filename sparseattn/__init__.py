@@ -24,6 +24,7 @@ except ImportError:  # shapes in annotations are for readers: a machine that has
 from sparseattn import baselines  # its modules join the registry
 from sparseattn.core.attention import check_values
 from sparseattn.core.native import native_info
+from sparseattn.core.relaxation import same_draws
 from sparseattn.core.transformer import Encoder, attention_names
 from sparseattn.hept.layer import HEPTAttention
 from sparseattn.pat.layers import GroupShuffleAttention
@@ -43,6 +44,7 @@ __all__ = [
     "baselines",
     "check_values",
     "native_info",
+    "same_draws",
 ]
 
 

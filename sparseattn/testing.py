@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from .core.attention import check_choice
+from .core.relaxation import same_draws
 from .core.transformer import make_attention
 
 # %% ../nbs/core/08_testing.ipynb #29ba5f3c
@@ -259,6 +260,15 @@ def _checkpoint(case):
     cloud, module = case.cloud(), case.module()
     found = results(case, module, *cloud, call=lambda *cloud: checkpoint(module, *cloud, use_reentrant=False))
     _same(found, results(case, case.module(), *cloud), "checkpointed")
+
+    def again(*cloud):
+        g = torch.Generator().manual_seed(case.seed)
+        return checkpoint(module, *cloud, generator=g, use_reentrant=False, context_fn=functools.partial(same_draws, g))
+
+    if "generator" in inspect.signature(module.forward).parameters:
+        once = functools.partial(module, generator=torch.Generator().manual_seed(case.seed))
+        expected = results(case, module, *cloud, call=once)
+        _same(results(case, module, *cloud, call=again), expected, "checkpointed, with a generator")
 
 # %% ../nbs/core/08_testing.ipynb #5c1b7961
 @attention_property("func.grad")

@@ -901,6 +901,7 @@ def test_source_distribution(distributions):
         "CITATION.cff",
         "constraints.txt",
         "sparseattn/csrc/tiles.h",
+        "sparseattn/py.typed",
         "sparseattn/csrc/few_keys.c",
     } <= names
 

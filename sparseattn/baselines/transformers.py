@@ -503,7 +503,7 @@ def sliding_window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h 
     b, h, n, d = q.shape
     width = min(width, n)
     chunks = -(-n // width)
-    q, k, v = (nn.functional.pad(x, (0, 0, 0, chunks * width - n)).view(b, h, chunks, width, -1) for x in (q, k, v))
+    q, k, v = (nn.functional.pad(x.contiguous(), (0, 0, 0, chunks * width - n)).view(b, h, chunks, width, -1) for x in (q, k, v))
     k, v = (nn.functional.pad(x, (0, 0, 0, 0, 1, 1)) for x in (k, v))
     k, v = (torch.cat([x[:, :, i:i + chunks] for i in range(3)], 3) for x in (k, v))
     place = torch.arange(chunks * width, device=q.device).view(chunks, width)

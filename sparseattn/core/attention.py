@@ -297,7 +297,7 @@ def hide_masked(x: Float[Tensor, "b *points c"], mask: Bool[Tensor, "b *points"]
 
 
 def check_dtype(x: Tensor, weight: Tensor | None) -> None:
-    """Refuse points that torch could not multiply by a weight; autocast may, and a weight that is no tensor says itself.
+    """Refuse points that torch could not multiply by a weight; autocast may, but not in float64; a weight that is no tensor says itself.
 
     Raises:
         TypeError: the dtypes differ.
@@ -305,7 +305,8 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     Example:
         >>> check_dtype(torch.zeros(2), torch.zeros(2, 2))
     """
-    if isinstance(weight, Tensor) and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, getattr(weight, "dtype", None))
+    if isinstance(weight, Tensor) and x.dtype != weight.dtype and not cast:
         raise TypeError(f"x must have the dtype of weight, {weight.dtype}, got {x.dtype}")
 
 # %% ../../nbs/core/00_attention.ipynb #spl00003
@@ -494,7 +495,8 @@ def masked_softmax(logits: Float[Tensor, "... m"], allowed: Bool[Tensor, "... m"
     """
     if allowed is None:
         return logits.softmax(-1)
-    weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
+    some = allowed.any(-1, keepdim=True)                       # a row of -inf alone would be NaN until it is masked
+    weights = logits.masked_fill(some & ~allowed, -math.inf).softmax(-1)
     return weights.masked_fill(~allowed, 0)
 
 # %% ../../nbs/core/00_attention.ipynb #64ca0602

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .attention import check_choice, check_form, sees_values
+from .attention import check_choice, check_count, check_form, sees_values
 
 # %% ../../nbs/core/02_kernels.ipynb #4800f9da
 def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c"],
@@ -57,7 +57,7 @@ class CoordinateDecay(nn.Module):
 
     Args:
         heads: number of heads.
-        coord_dims: number of coordinates.
+        coord_dims: number of coordinates, two or more for "summed".
         form: "direct", one log-weight a head and coordinate; "summed", the released form: `sum_k exp(sum_d w)` over
             10 weights of `head_dim` numbers, the first two coordinates (eta, phi) sharing theirs.
         head_dim: width of a head, for "summed".
@@ -75,7 +75,9 @@ class CoordinateDecay(nn.Module):
         if form == "direct":
             self.log_omega = nn.Parameter(torch.full((heads, coord_dims), math.log(10.0)))
         else:
+            check_count("coord_dims", coord_dims, 2)
             self.rpe = nn.Linear(self.weights * (coord_dims - 1), heads * head_dim)
+            self.rpe.bias.requires_grad_(False)                # in the released weights, and never used
 
     def forward(self) -> Float[Tensor, "h c"]:
         if self.form == "direct":

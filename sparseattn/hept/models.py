@@ -169,10 +169,10 @@ def _neighbours(coords, particle, hits, count, radius):
     "Nearest hits of other particles."
     if len(hits) == 0:
         return torch.empty(0, count, dtype=torch.long)
-    spare = int(particle[particle > 0].bincount().max())
+    spare = int(particle[particle > 0].unique(return_counts=True)[1].max())
     k = min(count + spare, len(particle))
-    found = cKDTree(coords.numpy()).query(
-        coords[hits].numpy(), k=k, distance_upper_bound=radius)[1].reshape(len(hits), -1)
+    place = coords.numpy()
+    found = cKDTree(place).query(place[hits], k=k, distance_upper_bound=radius)[1].reshape(len(hits), -1)
     found = torch.from_numpy(found)
     label = torch.cat([particle, particle.new_full((1,), -1)])[found]
     other = (found < len(particle)) & (label != particle[hits][:, None])
@@ -192,7 +192,7 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
 
     Args:
         coords: (eta, phi) of the hits.
-        particle: number of the particle, <= 0 for noise.
+        particle: any number of the particle, <= 0 for noise.
         valid: hits that may be anchors or positives (reconstructable, above the momentum cut).
         negatives: nearest hits of other particles kept for an anchor.
         radius: their largest distance in the (eta, phi) plane.
@@ -201,7 +201,7 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
         Pairs on the CPU; empty if no particle has two valid hits.
 
     Raises:
-        ValueError: lengths differ.
+        ValueError: lengths differ, or `coords` has other than two columns.
 
     Example:
         >>> place, particle = torch.rand(50, 2), torch.arange(50) // 5 + 1
@@ -211,11 +211,13 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
     n = len(particle)
     if len(coords) != n or len(valid) != n:
         raise ValueError(f"coords, particle and valid must have one length, got {len(coords)}, {n}, {len(valid)}")
+    if coords.dim() != 2 or coords.shape[1] != 2:
+        raise ValueError(f"coords must be (n, 2), eta and phi, got {tuple(coords.shape)}")
     anchor, positive = _same_particle(particle.cpu(), (valid & (particle > 0)).cpu())
     hits, row = anchor.unique(return_inverse=True)
     number, sizes = particle.cpu()[anchor].unique(return_inverse=True, return_counts=True)[1:]
     return Pairs(anchor, positive, number, row,
-                 _neighbours(coords.cpu(), particle.cpu(), hits, negatives, radius), hits, sizes)
+                 _neighbours(coords.detach().cpu().double(), particle.cpu(), hits, negatives, radius), hits, sizes)
 
 # %% ../../nbs/hept/33_models.ipynb #33draw02
 def draw_negatives(pairs: Pairs, particle: Int[Tensor, "n"], count: int,

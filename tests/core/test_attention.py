@@ -10,12 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparseattn.core.attention import (
     attention_logits,
+    check_dtype,
     check_mask,
     check_points,
     check_values,
     dense_attention,
     edge_attention,
     fused_attention,
+    masked_softmax,
     merge_attention,
 )
 
@@ -120,6 +122,20 @@ def test_masked_points_change_nothing(kernel, garbage):
 
     for a, b in zip(output_and_gradients(function, *qkv), output_and_gradients(function, *changed), strict=True):
         assert torch.equal(a, b)
+
+
+def test_softmax_of_nothing_has_no_nan_on_the_way():
+    logits = torch.randn(3, 4, requires_grad=True)
+    allowed = torch.tensor([[True] * 4, [False] * 4, [True, False, True, False]])
+    with torch.autograd.detect_anomaly(check_nan=True):
+        weights = masked_softmax(logits, allowed)
+        weights.square().sum().backward()
+    assert torch.equal(weights.sum(1).round(), torch.tensor([1.0, 0.0, 1.0])) and not logits.grad[~allowed].any()
+
+
+def test_float64_points_are_named_under_autocast_too():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="x must have the dtype of weight"):
+        check_dtype(torch.zeros(2, dtype=torch.float64), torch.zeros(2, 2))
 
 
 def test_softmax_equals_torch():

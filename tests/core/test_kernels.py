@@ -72,7 +72,10 @@ def test_coordinates_that_do_not_fit_are_refused():
 
 def test_decay_forms():
     assert torch.allclose(CoordinateDecay(3, 2)(), torch.tensor(10.0))
+    with pytest.raises(ValueError, match="coord_dims must be an integer >= 2"):
+        CoordinateDecay(2, 1, "summed", 4)
     summed = CoordinateDecay(2, 3, "summed", 4)
+    assert not summed.rpe.bias.requires_grad, "never used: a trained parameter without a gradient stops DDP"
     omega, weight = summed(), summed.rpe.weight
     assert omega.shape == (2, 3)
     for h, c in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():

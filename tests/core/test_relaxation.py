@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.utils.checkpoint import checkpoint
 
 from sparseattn.core import relaxation as module
 from sparseattn.core.relaxation import (
@@ -16,6 +17,8 @@ from sparseattn.core.relaxation import (
     gumbel_top_k,
     mean_gumbel_softmax,
     plackett_luce,
+    random_integers,
+    same_draws,
     straight_through,
 )
 
@@ -263,6 +266,33 @@ def test_plackett_luce_by_hand_and_gradient():
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_second_pass_of_a_checkpoint_draws_the_same():
+    """With the source where it was afterwards; without the contexts the gradient is that of other draws."""
+    def gradient(**how):
+        g, x = torch.Generator().manual_seed(0), torch.zeros(5, requires_grad=True)
+        contexts = {"context_fn": lambda: same_draws(g)} if how else {}
+        out = checkpoint(lambda x: x.sin() * gumbel((5,), generator=g), x, use_reentrant=False, **contexts)
+        after = g.get_state()
+        slope, = torch.autograd.grad(out.sum(), x)
+        assert not how or torch.equal(g.get_state(), after)
+        return slope
+
+    drawn = gumbel((5,), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(gradient(same=True), drawn) and not torch.equal(gradient(), drawn)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers_are_the_same_under_compilation(dtype):
+    def draw(x):
+        return random_integers((7,), dtype, generator=None) + x
+
+    found = []
+    for f in (draw, torch.compile(draw, backend="eager", fullgraph=True)):
+        torch.manual_seed(0)
+        found.append(f(torch.zeros(7, dtype=dtype)))
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu

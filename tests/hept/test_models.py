@@ -221,6 +221,17 @@ def test_drawn_negatives_are_uniform_and_of_other_particles():
     assert stats.chi2.sf(statistic.item(), int(there.sum()) - len(drawn)) > 1e-4
 
 
+def test_particles_may_have_any_numbers():
+    """Those of TrackML have 16 digits."""
+    place, particle, valid = cloud()
+    pairs = training_pairs(place, particle, valid, negatives=5)
+    long = torch.where(particle > 0, particle + (1 << 52), particle)
+    some = training_pairs(place.requires_grad_(), long, valid, negatives=5)
+    assert torch.equal(some.anchor, pairs.anchor) and torch.equal(some.negatives, pairs.negatives)
+    with pytest.raises(ValueError, match="eta and phi"):
+        training_pairs(torch.rand(60, 3), particle, valid)
+
+
 def test_pairs_refuse_different_lengths():
     place, particle, valid = cloud()
     for bad in ((place[:5], particle, valid), (place, particle, valid[:5])):
