@@ -92,7 +92,8 @@ class HEPTModel(nn.Module):
     def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"],
                 mask: Bool[Tensor, "b n"] | None = None, **draw) -> Float[Tensor, "b n o"]:
         """Embeddings; masked points return 0. `draw`: passed to every attention, see `Encoder`."""
-        x, coords = checked_cloud(x, coords, mask, self.features)
+        dims = 0 if self.place is None else self.coord_dims
+        x, coords = checked_cloud(x, coords, mask, self.features, dims, self.head.project.weight)
         x = self.encode(x) if self.place is None else self.encode(x) + self.place(coords.to(x.dtype))
         layers = self.encoder(x, coords, mask, all_layers=True, **draw)
         return hide_masked(self.head(torch.cat(layers, -1)), mask)

@@ -221,6 +221,15 @@ def test_drawn_negatives_are_uniform_and_of_other_particles():
     assert stats.chi2.sf(statistic.item(), int(there.sum()) - len(drawn)) > 1e-4
 
 
+def test_model_names_what_does_not_fit():
+    model = HEPTModel(3, 2, dim=8, depth=1, heads=2, attention="dense", positions="input")
+    x, coords = torch.rand(1, 5, 3), torch.rand(1, 5, 2)
+    for bad, error, words in (((x, None), ValueError, "coords"), ((x, coords[..., :1]), ValueError, "coords"),
+                              ((x.double(), coords.double()), TypeError, "x must have the dtype of weight")):
+        with pytest.raises(error, match=words):
+            model(*bad)
+
+
 def test_particles_may_have_any_numbers():
     """Those of TrackML have 16 digits."""
     place, particle, valid = cloud()
