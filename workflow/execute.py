@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import json
 import os
@@ -55,16 +56,44 @@ def by_papermill(source: Path, output: Path, parameters: dict, root: Path, timeo
     """Execute a notebook by Jupyter's kernel; `plain.execute` does without."""
     import papermill
 
-    papermill.execute_notebook(
-        str(source),
-        str(output),
-        parameters=parameters,
-        kernel_name="python3",
-        cwd=str(root),
-        progress_bar=False,
-        execution_timeout=timeout,
-        start_timeout=300,
-    )
+    with seldom_saved():
+        papermill.execute_notebook(
+            str(source),
+            str(output),
+            parameters=parameters,
+            kernel_name="python3",
+            cwd=str(root),
+            progress_bar=False,
+            execution_timeout=timeout,
+            start_timeout=300,
+        )
+
+
+@contextlib.contextmanager
+def seldom_saved(seconds: float = 2.0):
+    """Inside, papermill saves the copy at most so often, and at the end; else twice a cell, most of what it costs."""
+    from papermill import engines, exceptions
+
+    class Manager(engines.NotebookExecutionManager):
+        saved, started = -seconds, None
+
+        def save(self, **how):
+            Manager.started = self
+            if time.monotonic() - self.saved >= seconds:
+                super().save(**how)
+                self.saved = time.monotonic()
+
+    usual, engines.NotebookExecutionManager = engines.NotebookExecutionManager, Manager
+    try:
+        yield
+    except exceptions.PapermillExecutionError:  # a cell that failed: papermill has written the copy
+        raise
+    except BaseException:  # a kernel that died: the copy shall say in which cell
+        if Manager.started:
+            usual.save(Manager.started)
+        raise
+    finally:
+        engines.NotebookExecutionManager = usual
 
 
 def execute(root: Path, notebook: graph.Notebook, scale: str, by=by_papermill) -> str:
