@@ -165,14 +165,14 @@ class Imports:
 
     def imported(self, notebook: Notebook) -> set[str]:
         """Modules a notebook imports, transitively."""
-        return self._close({name for tree in _trees(notebook) for name in self._names(tree, PACKAGE)})
+        return self._close({name for nodes in _parsed(notebook) for name in self._names(nodes, PACKAGE)})
 
     def of(self, notebook: Notebook) -> set[str]:
         """Modules a notebook depends on: those it imports, and those of the attentions found by name."""
         found = self.imported(notebook)
         if REGISTRY not in found:
             return found
-        written = frozenset().union(*map(_strings, _trees(notebook)))
+        written = frozenset().union(*map(_strings, _parsed(notebook)))
         while more := self._registered(found, written) - found:
             found = self._close(found | more)
         return found
@@ -180,7 +180,7 @@ class Imports:
     def words(self, notebook: Notebook) -> set[str]:
         """Strings written in a notebook and in the studies it uses: names of data, for one."""
         studies = {m for m in self.imported(notebook) if m.startswith(f"{STUDIES}.")}
-        return set().union(*map(_strings, _trees(notebook)), *(self._strings[m] for m in studies))
+        return set().union(*map(_strings, _parsed(notebook)), *(self._strings[m] for m in studies))
 
     def studies(self, notebook: Notebook) -> list[str]:
         """Names of the studies whose records a notebook reads: it imports them, or is where they are written."""
@@ -218,9 +218,9 @@ class Imports:
             module = todo.pop()
             done.add(module)
             if module not in self._direct:
-                tree = _parse((self.root / self.file(module)).read_text(encoding="utf-8"))
-                self._direct[module] = frozenset(self._names(tree, self._parent(module)))
-                self._strings[module] = _strings(tree)
+                nodes = _parse((self.root / self.file(module)).read_text(encoding="utf-8"))
+                self._direct[module] = frozenset(self._names(nodes, self._parent(module)))
+                self._strings[module] = _strings(nodes)
             todo |= self._direct[module] - done
         return done
 
@@ -228,8 +228,8 @@ class Imports:
         """The package that a relative import in `module` starts from."""
         return module if self.file(module).name == "__init__.py" else module.rpartition(".")[0]
 
-    def _names(self, tree: ast.AST, package: str) -> Iterator[str]:
-        for node in ast.walk(tree):
+    def _names(self, nodes: list[ast.AST], package: str) -> Iterator[str]:
+        for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield from self._whole(alias.name)
@@ -260,8 +260,7 @@ class Imports:
 
     def _origin(self, package: str, name: str) -> tuple[str, str] | None:
         """Where a package's `__init__` takes `name` from: (module, name there)."""
-        tree = _parse((self.root / self.file(package)).read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        for node in _parse((self.root / self.file(package)).read_text(encoding="utf-8")):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
@@ -271,22 +270,23 @@ class Imports:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse(source: str) -> ast.AST:
-    """The syntax tree; IPython's magics are dropped; of a cell that is not Python only import lines are read."""
+def _parse(source: str) -> list[ast.AST]:
+    """Imports and constants; IPython's magics are dropped; of a cell that is not Python only import lines are read."""
     lines = [line for line in source.splitlines() if not line.lstrip().startswith(("%", "!", "?"))]
     try:
-        return ast.parse("\n".join(lines))
+        tree = ast.parse("\n".join(lines))
     except SyntaxError:
-        return ast.parse("\n".join(line for line in lines if re.match(r"(import|from)\s+[\w.]+.*[\w*]$", line)))
+        tree = ast.parse("\n".join(line for line in lines if re.match(r"(import|from)\s+[\w.]+.*[\w*]$", line)))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom | ast.Constant)]
 
 
-def _trees(notebook: Notebook) -> list[ast.AST]:
+def _parsed(notebook: Notebook) -> list[list[ast.AST]]:
     return [_parse(source) for kind, _, source in notebook.cells if kind == "code"]
 
 
-def _strings(tree: ast.AST) -> frozenset[str]:
+def _strings(nodes: list[ast.AST]) -> frozenset[str]:
     """The strings written in a piece of code."""
-    return frozenset(n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return frozenset(n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
 
 
 def data_files(root: Path, imports: Imports, modules: Iterable[str]) -> set[Path]:
