@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.attention import (check_choice, check_count, check_finite, check_mask, checked_cloud,
                                        hide_masked)
-from ..core.transformer import head_channels, make_attention
+from ..core.transformer import draws_of, head_channels, make_attention
 from .attention import SAMSAAttention, samsa_flops
 
 # %% ../../nbs/samsa/72_models.ipynb #740411fe
@@ -434,9 +434,13 @@ class GraphNetwork(nn.Module):
 
     def forward(self, nodes, edge_features, edges, node_mask=None, edge_mask=None, return_info: bool = False,
                 noise=None, generator: torch.Generator | None = None):
-        """Outputs `(b, outputs)`; with `return_info` also every layer's `AttentionInfo`. See `GraphBridge.forward`."""
+        """Outputs `(b, outputs)`; with `return_info` also every layer's `AttentionInfo`. See `GraphBridge.forward`.
+
+        The generator goes on to every attention that draws, layer by layer.
+        """
         x, mask = self.bridge(nodes, edge_features, edges, node_mask, edge_mask, noise, generator)
-        x, infos = self.encoder(x, mask, return_info=True)
+        found = self.encoder(x, mask, return_info, **draws_of(self.encoder.layers[0].attention, generator))
+        x, infos = found if return_info else (found, None)
         out = self.answer(_pooled(x, mask, self.pool))
         return (out, infos) if return_info else out
 
