@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 import sparseattn.sampled.attention  # noqa: F401  makes "sampled" known
-from ..core.attention import check_choice, check_count
+from ..core.attention import check_choice, check_count, check_dtype
 from ..core.points import farthest_point_sampling, gather_points, group
 from ..core.transformer import Layer, draws_of, make_attention
 
@@ -276,6 +276,8 @@ class PointEncoder(nn.Module):
         if points.dim() != 4 or points.shape[:2] + points.shape[3:] != centres.shape:
             raise ValueError("patches must have centres (b, g, 3) and points (b, g, k, 3), got "
                              f"{tuple(centres.shape)} and {tuple(points.shape)}")
+        for part in patches:
+            check_dtype(part, self.token.out.weight)
         out, infos = self.blocks(self.token(points), centres, generator)
         return (out, infos) if return_info else out
 

@@ -218,6 +218,14 @@ def test_a_classifier_freezes_at_once_and_thaws_nothing():
     assert not any(p.requires_grad for p in encoder.parameters())
 
 
+def test_refuses_another_dtype_than_the_weights():
+    model, clouds = _model().float(), _clouds()
+    for wrong in (clouds, clouds._replace(points=clouds.points.float()),
+                  clouds._replace(centres=clouds.centres.float()), _random(3, 60, 3)):
+        with pytest.raises(TypeError, match="dtype of weight, torch.float32, got torch.float64"):
+            model(wrong)
+
+
 def test_info_of_every_layer():
     encoder = PointEncoder(16, 3, 4, attention="sampled", token_hidden=(8, 8, 8))
     out, infos = encoder(_clouds().to(torch.float32), return_info=True)
