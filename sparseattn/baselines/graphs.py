@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (check_choice, check_count, check_form, check_mask, check_number, check_points,
-                                      hide_masked, uncompiled)
+from ..core.attention import (check_choice, check_count, check_dtype, check_form, check_mask, check_number,
+                                      check_points, hide_masked, uncompiled)
 from ..core.points import check_index, farthest_point_sampling, interpolate, knn, squared_distance
 
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
@@ -175,6 +175,7 @@ class _Network(nn.Module):
             return_info: see the class.
         """
         points = _checked("points", points, mask, 3)
+        check_dtype(points, self.head.out.weight)
         if mask is not None and not mask.any(1).all():
             raise ValueError("mask must have a real point in every cloud")
         x = _features(points, features, mask, self.features)

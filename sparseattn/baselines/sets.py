@@ -88,7 +88,7 @@ class MAB(nn.Module):
     def forward(self, x: Float[Tensor, "b n q"], y: Float[Tensor, "b m k"], mask: Bool[Tensor, "b m"] | None = None,
                 query_mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n c"]:
         """The points of `x` after reading those of `y` that `mask` says are real; 0 where `query_mask` is False."""
-        x, y = _two_sets(x, y, mask, query_mask, self.query.in_features, self.key.in_features)
+        x, y = _two_sets(x, y, mask, query_mask, self.query, self.key)
         q, k, v = self.query(x), self.key(y), self.value(y)
         q_, k_, v_ = (_split(part, self.heads) for part in (q, k, v))
         read = self.attention(q_ * self.heads**-0.5, k_, v_, mask).transpose(1, 2).flatten(2)  # scaled by all heads
@@ -113,8 +113,9 @@ def _check_widths(dim, query_dim, inner, hidden, as_released):
         raise ValueError(f"query_dim must be dim = {dim}, since queries are added to the outcome; got {query_dim}")
 
 
-def _two_sets(x, y, mask, query_mask, query_dim, key_dim):
-    x, y = checked_cloud(x, None, query_mask, query_dim)[0], checked_cloud(y, None, mask, key_dim)[0]
+def _two_sets(x, y, mask, query_mask, query, key):
+    x, y = (checked_cloud(part, None, real, layer.in_features, weight=layer.weight)[0]
+            for part, real, layer in ((x, query_mask, query), (y, mask, key)))
     if len(x) != len(y):
         raise ValueError(f"x and y must hold as many sets, got {len(x)} and {len(y)}")
     return x, y
@@ -203,7 +204,7 @@ class PMA(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b s c"]:
         """One vector for each seed; masked points change nothing."""
-        x, _ = checked_cloud(x, None, mask, self.seeds.shape[2])
+        x, _ = checked_cloud(x, None, mask, self.seeds.shape[2], weight=self.seeds)
         return self.block(self.seeds.expand(len(x), -1, -1), x if self.feed is None else self.feed(x), mask)
 
 # %% ../../nbs/baselines/27_sets.ipynb #4ae61383
@@ -243,7 +244,7 @@ class SetTransformer(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b s o"]:
         """Outputs `(b, seeds, dim_out)`; masked points change nothing."""
-        x, _ = checked_cloud(x, None, mask, self.dim_in)
+        x, _ = checked_cloud(x, None, mask, self.dim_in, weight=self.out.weight)
         x = x if self.embed is None else self.embed(x)
         for block in self.encoder:
             x = block(x, mask)

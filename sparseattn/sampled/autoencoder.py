@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 import sparseattn.sampled.attention  # noqa: F401  makes "sampled" known
-from ..core.attention import check_choice, check_count
+from ..core.attention import check_choice, check_count, check_dtype
 from ..core.points import farthest_point_sampling, gather_points, group
-from ..core.transformer import Layer, make_attention
+from ..core.transformer import Layer, draws_of, make_attention
 
 # %% ../../nbs/sampled/57_autoencoder.ipynb #cd353186
 class Patches(NamedTuple):
@@ -233,10 +233,10 @@ class _Blocks(nn.Module):
             Layer(make_attention(attention, dim, heads, **options), dim, hidden, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x, centres):
+    def forward(self, x, centres, generator=None):
         position, infos = self.position(centres), []
         for layer in self.layers:
-            x, info = layer(x + position, return_info=True)
+            x, info = layer(x + position, return_info=True, **draws_of(layer.attention, generator))
             infos.append(info)
         return self.norm(x), infos
 
@@ -267,13 +267,18 @@ class PointEncoder(nn.Module):
         self.token = TokenEmbedding(dim, token_hidden)
         self.blocks = _Blocks(dim, depth, heads, hidden or dim, attention, dropout, **options)
 
-    def forward(self, patches: Patches, return_info: bool = False):
-        """Features (b, g, dim) of the groups; with `return_info` also what the attention of each layer reports."""
+    def forward(self, patches: Patches, return_info: bool = False, generator: torch.Generator | None = None):
+        """Features (b, g, dim) of the groups; with `return_info` also what the attention of each layer reports.
+
+        `generator`: source of the draws of every attention that draws.
+        """
         centres, points = patches
         if points.dim() != 4 or points.shape[:2] + points.shape[3:] != centres.shape:
             raise ValueError("patches must have centres (b, g, 3) and points (b, g, k, 3), got "
                              f"{tuple(centres.shape)} and {tuple(points.shape)}")
-        out, infos = self.blocks(self.token(points), centres)
+        for part in patches:
+            check_dtype(part, self.token.out.weight)
+        out, infos = self.blocks(self.token(points), centres, generator)
         return (out, infos) if return_info else out
 
 # %% ../../nbs/sampled/57_autoencoder.ipynb #a76e4bb0
@@ -333,7 +338,10 @@ class MaskedAutoencoder(nn.Module):
 
     def forward(self, clouds: Patches | Float[Tensor, "b n 3"], hidden: Bool[Tensor, "b g"] | None = None, *,
                 generator: torch.Generator | None = None) -> Reconstruction:
-        """Hide groups, drawn from `generator` unless `hidden` is given, and draw them again."""
+        """Hide groups, drawn from `generator` unless `hidden` is given, and draw them again.
+
+        The generator goes on to every attention that draws, layer by layer.
+        """
         patches = clouds if isinstance(clouds, Patches) else cut_into_groups(clouds, self.groups, self.group_size)
         batch, groups, size = patches.points.shape[:3]
         if size != self.group_size:
@@ -341,10 +349,10 @@ class MaskedAutoencoder(nn.Module):
         if hidden is None:
             hidden = draw_hidden(batch, groups, self.ratio, generator=generator, device=patches.points.device)
         visible, masked = (patches.groups(which) for which in visible_and_hidden(hidden))
-        features = self.encoder(visible)
+        features = self.encoder(visible, generator=generator)
         tokens = torch.cat([features, self.mask_token.expand(*masked.centres.shape[:2], -1)], 1)
-        decoded = self.decoder(tokens, torch.cat([visible.centres, masked.centres], 1))[0][:, features.shape[1] :]
-        predicted = self.head(decoded).unflatten(2, (-1, 3)) * self.encoder.token.unit
+        decoded = self.decoder(tokens, torch.cat([visible.centres, masked.centres], 1), generator)[0]
+        predicted = self.head(decoded[:, features.shape[1] :]).unflatten(2, (-1, 3)) * self.encoder.token.unit
         return Reconstruction(predicted, masked.points, masked.centres, hidden)
 
 # %% ../../nbs/sampled/57_autoencoder.ipynb #f7fd8ce6
@@ -365,7 +373,7 @@ class EncoderClassifier(nn.Module):
         classes: number of classes.
         hidden: channels between the linear maps.
         dropout: probability, after each of the two hidden maps.
-        frozen: leave the encoder as it is: no gradients, evaluation mode.
+        frozen: leave the encoder as it is: no gradients, evaluation mode. False does not thaw what is frozen.
 
     Example:
         >>> model = EncoderClassifier(PointEncoder(16, 1, 4, token_hidden=(8, 8, 8)), 10)
@@ -377,7 +385,7 @@ class EncoderClassifier(nn.Module):
                  frozen: bool = False):
         super().__init__()
         check_count("classes", classes)
-        self.encoder, self.frozen = encoder.requires_grad_(not frozen), frozen
+        self.encoder, self.frozen = encoder.requires_grad_(False).eval() if frozen else encoder, frozen
         widths = [encoder.dim, hidden, hidden]
         layers = [(nn.Linear(a, b), nn.ReLU(), nn.Dropout(dropout)) for a, b in zip(widths, widths[1:], strict=False)]
         self.head = nn.Sequential(*[part for layer in layers for part in layer], nn.Linear(hidden, classes))
@@ -388,9 +396,9 @@ class EncoderClassifier(nn.Module):
         self.encoder.train(mode and not self.frozen)
         return self
 
-    def forward(self, patches: Patches) -> Float[Tensor, "b classes"]:
-        """Scores of the classes, before the softmax."""
-        return self.head(self.encoder(patches).amax(1))
+    def forward(self, patches: Patches, generator: torch.Generator | None = None) -> Float[Tensor, "b classes"]:
+        """Scores of the classes, before the softmax; `generator`: see `PointEncoder.forward`."""
+        return self.head(self.encoder(patches, generator=generator).amax(1))
 
 # %% ../../nbs/sampled/57_autoencoder.ipynb #55059f51
 def stretch_and_move(patches: Patches, *, low: float = 2 / 3, high: float = 3 / 2, most: float = 0.2,

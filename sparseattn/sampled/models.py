@@ -55,13 +55,14 @@ class Embedding(nn.Module):
         if (features is not None) != bool(self.features):
             raise ValueError(f"features must be {f'(b, n, {self.features})' if self.features else None}, "
                              f"got {None if features is None else tuple(features.shape)}")
-        points, _ = checked_cloud(points, None, mask, 3)
+        points, _ = checked_cloud(points, None, mask, 3, weight=self.position[0].weight)
         x = self.position(points)
         if features is not None:
             if features.shape[:2] != points.shape[:2]:
                 raise ValueError(f"features must have shape {(*points.shape[:2], self.features)}, "
                                  f"got {tuple(features.shape)}")
-            x = x + self.feature(checked_cloud(features, None, mask, self.features)[0])
+            features, _ = checked_cloud(features, None, mask, self.features, weight=self.feature[0].weight)
+            x = x + self.feature(features)
         return hide_masked(x, mask)
 
 # %% ../../nbs/sampled/52_models.ipynb #45c6d06c

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (check_choice, check_count, check_finite, check_mask, checked_cloud,
-                                       hide_masked)
-from ..core.transformer import head_channels, make_attention
+from ..core.attention import (check_choice, check_count, check_dtype, check_finite, check_mask, checked_cloud,
+                                       hide_masked, sees_values)
+from ..core.transformer import draws_of, head_channels, make_attention
 from .attention import SAMSAAttention, samsa_flops
 
 # %% ../../nbs/samsa/72_models.ipynb #740411fe
@@ -211,7 +211,8 @@ class SequenceNetwork(nn.Module):
         tokens, mask = _checked_tokens(tokens, mask, self.vocabulary, self.pairs)
         x = self.tokens(tokens)
         x = x + sinusoids(*x.shape[1:], device=x.device).to(x.dtype)
-        x, infos = self.encoder(x, mask, return_info=True, **draw)
+        found = self.encoder(x, mask, return_info, **draw)
+        x, infos = found if return_info else (found, None)
         x = _pooled(x, mask, self.pool)
         if self.pairs:
             u, v = x.unflatten(0, (-1, 2)).unbind(1)
@@ -230,7 +231,7 @@ def _checked_tokens(tokens, mask, vocabulary, pairs):
     tokens, mask = (x if x is None or not pairs else x.flatten(0, 1) for x in (tokens, mask))
     check_mask(mask, *tokens.shape)
     tokens = tokens if mask is None else tokens.masked_fill(~mask, 0)
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
+    if sees_values(tokens) and (tokens.min() < 0 or tokens.max() >= vocabulary):
         raise ValueError(f"tokens must lie in 0..{vocabulary - 1}, found {int(tokens.min())} to {int(tokens.max())}")
     return tokens, mask
 
@@ -272,27 +273,44 @@ class PointNetwork(nn.Module):
 
     def forward(self, points, features=None, mask=None, category=None, return_info: bool = False, **draw):
         """Outputs `(b, outputs)` or `(b, n, outputs)`, 0 where masked; `category` is int64 `(b,)`; `draw`: see `SAMSAEncoder`."""
-        x = self.embed(_checked_points(points, features, mask, self.features))
-        if (category is None) != (self.category is None):
-            raise ValueError(f"category must be {'None' if self.category is None else 'int64 (b,)'}, got {category!r}")
+        x = self.embed(_checked_points(points, features, mask, self.features, self.embed[0].weight))
+        _check_category(category, len(x), 0 if self.category is None else self.category.num_embeddings)
         x = x if category is None else x + self.category(category)[:, None]
-        x, infos = self.encoder(x, mask, return_info=True, **draw)
+        found = self.encoder(x, mask, return_info, **draw)
+        x, infos = found if return_info else (found, None)
         out = hide_masked(self.answer(x), mask) if self.per_point else self.answer(_pooled(x, mask, self.pool))
         return (out, infos) if return_info else out
 
 # %% ../../nbs/samsa/72_models.ipynb #644de0a9
-def _checked_points(points, features, mask, channels):
-    "Coordinates and features side by side, 0 where masked."
+def _checked_points(points, features, mask, channels, weight):
+    "Coordinates and features side by side, 0 where masked, of a dtype that the weight can read."
     points, _ = checked_cloud(points, None, mask, 3)
     if (features is None) != (channels == 0):
         raise ValueError(f"features must be {f'(b, n, {channels})' if channels else None}, "
                          f"got {None if features is None else tuple(features.shape)}")
     if features is None:
+        check_dtype(points, weight)
         return points
     features, _ = checked_cloud(features, None, mask, channels)
     if features.shape[:2] != points.shape[:2]:
         raise ValueError(f"features must have shape {(*points.shape[:2], channels)}, got {tuple(features.shape)}")
-    return torch.cat([points, features], -1)
+    points = torch.cat([points, features], -1)
+    check_dtype(points, weight)
+    return points
+
+
+def _check_category(category, clouds, categories):
+    "Refuse what is not a category of each cloud; None where there are none."
+    if (category is None) != (categories == 0):
+        raise ValueError(f"category must be {'int64 (b,)' if categories else None}, got {category!r}")
+    if category is None:
+        return
+    if not isinstance(category, Tensor) or category.dtype != torch.int64:
+        raise TypeError(f"category must be an int64 tensor, got {getattr(category, 'dtype', type(category).__name__)}")
+    if category.shape != (clouds,):
+        raise ValueError(f"category must have shape ({clouds},), got {tuple(category.shape)}")
+    if sees_values(category) and not (0 <= category.min() and category.max() < categories):
+        raise ValueError(f"category must lie in 0..{categories - 1}, got {category.tolist()}")
 
 # %% ../../nbs/samsa/72_models.ipynb #507912c8
 def _wide(inputs, dim):
@@ -349,7 +367,8 @@ class GraphBridge(_Vectors):
 
         `nodes` (b, n, f), `edge_features` (b, e, g) or None, `edges` int64 (b, e, 2); `noise`: see `draw`.
         """
-        nodes, edge_features, edges = _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, self.sizes)
+        given = nodes, edge_features, edges, node_mask, edge_mask
+        nodes, edge_features, edges = _checked_graph(*given, self.sizes, self.place[0].weight)
         noise = self.draw(*nodes.shape[:2], generator) if noise is None else noise
         start, end = self.vectors(nodes, noise)
         between = _at(start, edges[..., 0]) - _at(end, edges[..., 1])
@@ -373,21 +392,17 @@ def _joined(node_mask, edge_mask, nodes, edges):
     return torch.cat([x.new_ones(x.shape[:2], dtype=torch.bool) if m is None else m for m, x in parts], 1)
 
 # %% ../../nbs/samsa/72_models.ipynb #8c7341b8
-def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes):
+def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes, weight):
     "Nodes, features of edges and edges, padding set to 0."
-    nodes, _ = checked_cloud(nodes, None, node_mask, sizes[0])
+    nodes, _ = checked_cloud(nodes, None, node_mask, sizes[0], weight=weight)
     if not isinstance(edges, Tensor) or edges.dtype != torch.int64:
         raise TypeError(f"edges must be an int64 tensor, got {getattr(edges, 'dtype', type(edges).__name__)}")
     if edges.dim() != 3 or len(edges) != len(nodes) or edges.shape[2] != 2:
         raise ValueError(f"edges must have shape ({len(nodes)}, edges, 2), got {tuple(edges.shape)}")
     check_mask(edge_mask, *edges.shape[:2])
     edges = edges if edge_mask is None else edges.masked_fill(~edge_mask[..., None], 0)
-    if edges.numel() and not (0 <= edges.min() and edges.max() < nodes.shape[1]):
-        raise ValueError(f"edges must lie in 0..{nodes.shape[1] - 1}, found {int(edges.min())} to {int(edges.max())}")
-    if node_mask is not None:
-        there = node_mask.gather(1, edges.flatten(1)).view(edges.shape).all(-1)
-        if not (there if edge_mask is None else there | ~edge_mask).all():
-            raise ValueError("edges must join real nodes, found one that touches a masked node")
+    if edges.numel() and sees_values(edges):
+        _check_ends(edges, nodes.shape[1], node_mask, edge_mask)
     if (edge_features is None) != (sizes[1] == 0):
         raise ValueError(f"edge_features must be {f'(b, e, {sizes[1]})' if sizes[1] else None}, "
                          f"got {None if edge_features is None else tuple(edge_features.shape)}")
@@ -398,6 +413,16 @@ def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes):
         edge_features = hide_masked(edge_features, edge_mask)
         check_finite("edge_features", edge_features)
     return nodes, edge_features, edges
+
+
+def _check_ends(edges, nodes, node_mask, edge_mask):
+    "Refuse edges whose ends are no nodes, or masked ones."
+    if not (0 <= edges.min() and edges.max() < nodes):
+        raise ValueError(f"edges must lie in 0..{nodes - 1}, found {int(edges.min())} to {int(edges.max())}")
+    if node_mask is not None:
+        there = node_mask.gather(1, edges.flatten(1)).view(edges.shape).all(-1)
+        if not (there if edge_mask is None else there | ~edge_mask).all():
+            raise ValueError("edges must join real nodes, found one that touches a masked node")
 
 # %% ../../nbs/samsa/72_models.ipynb #baf90df7
 class GraphNetwork(nn.Module):
@@ -434,9 +459,13 @@ class GraphNetwork(nn.Module):
 
     def forward(self, nodes, edge_features, edges, node_mask=None, edge_mask=None, return_info: bool = False,
                 noise=None, generator: torch.Generator | None = None):
-        """Outputs `(b, outputs)`; with `return_info` also every layer's `AttentionInfo`. See `GraphBridge.forward`."""
+        """Outputs `(b, outputs)`; with `return_info` also every layer's `AttentionInfo`. See `GraphBridge.forward`.
+
+        The generator goes on to every attention that draws, layer by layer.
+        """
         x, mask = self.bridge(nodes, edge_features, edges, node_mask, edge_mask, noise, generator)
-        x, infos = self.encoder(x, mask, return_info=True)
+        found = self.encoder(x, mask, return_info, **draws_of(self.encoder.layers[0].attention, generator))
+        x, infos = found if return_info else (found, None)
         out = self.answer(_pooled(x, mask, self.pool))
         return (out, infos) if return_info else out
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import AttentionInfo, check_count, check_mask, hide_masked
+from ..core.attention import AttentionInfo, check_count, check_mask, hide_masked, sees_values
 from ..core.transformer import attention_flops as flops_of_others
 from ..core.transformer import Encoder, Layer, make_attention
 
@@ -59,25 +59,30 @@ class Body(nn.Module):
                                head_dim=head_dim, **options)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None, **draw):
-        """Vectors `(b, n, dim)`, 0 where masked, and a list of every layer's `AttentionInfo`; `draw`: see `Encoder`."""
+    def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = True, **draw):
+        """Vectors `(b, n, dim)`, 0 where masked; with `return_info` also a list of every layer's `AttentionInfo`.
+
+        `draw`: see `Encoder`.
+        """
         tokens = _checked_tokens(tokens, mask, self.vocabulary, self.max_length)
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
-        x, infos = self.encoder(self.dropout(x), mask=mask, return_info=True, **draw)
-        return hide_masked(self.norm(x), mask), infos
+        found = self.encoder(self.dropout(x), mask=mask, return_info=return_info, **draw)
+        x, infos = found if return_info else (found, None)
+        x = hide_masked(self.norm(x), mask)
+        return (x, infos) if return_info else x
 
 # %% ../../nbs/sbm/42_models.ipynb #bbf7e7d4
 def _checked_tokens(tokens, mask, vocabulary, max_length):
     "The tokens, masked ones 0."
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
         raise TypeError(f"tokens must be an int64 tensor, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
-    if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= max_length:
+    if tokens.dim() != 2 or not len(tokens) or not 1 <= tokens.shape[1] <= max_length:
         raise ValueError(f"tokens must have shape (batch, 1 to {max_length}), got {tuple(tokens.shape)}")
     check_mask(mask, *tokens.shape)
     tokens = tokens if mask is None else tokens.masked_fill(~mask, 0)
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
+    if sees_values(tokens) and (tokens.min() < 0 or tokens.max() >= vocabulary):
         raise ValueError(f"tokens must lie in 0..{vocabulary - 1}, "
                          f"found {int(tokens.min())} to {int(tokens.max())}")
     return tokens
@@ -90,7 +95,7 @@ class SequenceClassifier(nn.Module):
         vocabulary, attention, dim, depth, heads, head_dim, hidden, max_length, dropout, positions, embedding_std,
             options: see `Body`.
         classes: number of classes.
-        pool: "mean" of the real tokens, or "first" token.
+        pool: "mean" of the real tokens, or the "first" of them.
         pairs: an input is two sequences.
 
     Raises:
@@ -120,8 +125,9 @@ class SequenceClassifier(nn.Module):
             if tokens.dim() != 3 or tokens.shape[1] != 2:
                 raise ValueError(f"tokens must have shape (batch, 2, n), got {tuple(tokens.shape)}")
             tokens, mask = tokens.flatten(0, 1), mask if mask is None else mask.flatten(0, 1)
-        x, infos = self.body(tokens, mask, **draw)
-        x = x[:, 0] if self.pool == "first" else _mean(x, mask)
+        found = self.body(tokens, mask, return_info, **draw)
+        x, infos = found if return_info else (found, None)
+        x = _first(x, mask) if self.pool == "first" else _mean(x, mask)
         if self.pairs:
             u, v = x.unflatten(0, (-1, 2)).unbind(1)
             x = torch.cat([u, v, u * v, u - v], 1)
@@ -132,6 +138,11 @@ class SequenceClassifier(nn.Module):
 def _mean(x, mask):
     "Mean over real tokens; x is 0 at the others."
     return x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _first(x, mask):
+    "The first real token, wherever the padding stands; 0 where there is none."
+    return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.int().argmax(1)]
 
 # %% ../../nbs/sbm/42_models.ipynb #3284409e
 class TokenClassifier(nn.Module):
@@ -164,7 +175,8 @@ class TokenClassifier(nn.Module):
 
         `draw`: passed to every attention, e.g. `generator`, see `Encoder`.
         """
-        x, infos = self.body(tokens, mask, **draw)
+        found = self.body(tokens, mask, return_info, **draw)
+        x, infos = found if return_info else (found, None)
         logits = hide_masked(self.head(x), mask)
         return (logits, infos) if return_info else logits
 
@@ -193,7 +205,8 @@ class MaskedLanguageModel(nn.Module):
     def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
                 where: Bool[Tensor, "b n"] | None = None, **draw):
         """Logits `(b, n, vocabulary)`, or `(number of True, vocabulary)` of the places `where`; `draw`: see `Encoder`."""
-        x, infos = self.body(tokens, mask, **draw)
+        found = self.body(tokens, mask, return_info, **draw)
+        x, infos = found if return_info else (found, None)
         if where is not None:
             check_mask(where, *tokens.shape)
             x = x[where]

@@ -576,3 +576,10 @@ def test_refuses_what_does_not_fit():
 def test_refuses_options_out_of_range(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_refuses_another_dtype_than_the_weights():
+    points = torch.randn(2, 40, 3).double()
+    for call in (lambda: PointNet(3)(points), lambda: PointNet2(3)(points), lambda: DGCNN(3)(points)):
+        with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
+            call()

@@ -149,3 +149,10 @@ def test_one_point(name):
 def test_refuses(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_refuses_another_dtype_than_the_weights():
+    x = torch.randn(1, 20, 5).double()
+    for call in (lambda: MessageNetwork(5, 3)(x, x[..., :3]), lambda: MessageNetwork(5, 3, layer="gcn")(x, x[..., :3])):
+        with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
+            call()

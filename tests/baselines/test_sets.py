@@ -623,3 +623,11 @@ def test_refuses_what_does_not_fit():
 def test_refuses_options_out_of_range(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_refuses_another_dtype_than_the_weights():
+    x = torch.randn(2, 5, 8)
+    for call in (lambda: SetTransformer(8, 3)(x.double()), lambda: MAB(8, 2)(x.double(), x),
+                 lambda: MAB(8, 2)(x, x.double()), lambda: PMA(8, 2)(x.double())):
+        with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
+            call()

@@ -15,6 +15,7 @@ from sparseattn.core.transformer import (
     Layer,
     head_channels,
     attention_names,
+    draws_of,
     make_attention,
     register_attention,
 )
@@ -216,6 +217,26 @@ def test_refuses_coordinates_that_do_not_fit():
             module(x, other)
     with pytest.raises(ValueError, match="coords"):
         module(x, coords / 0)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(3, 8), lambda: torch.nn.Sequential(torch.nn.Linear(3, 8))])
+def test_refuses_coordinates_that_a_code_of_places_does_not_read(make):
+    encoder, x = Encoder(8, 1, 2, place=make), torch.randn(2, 7, 8)
+    assert encoder(x, torch.rand(2, 7, 3)).shape == x.shape
+    with pytest.raises(ValueError, match=r"coords must have shape \(b, n, 3\), which place reads, got None"):
+        encoder(x)
+    with pytest.raises(ValueError, match=r"which place reads, got \(2, 7, 2\)"):
+        encoder(x, torch.rand(2, 7, 2))
+    with pytest.raises(ValueError, match=r"coords must have shape \(b, n, k\), which place reads, got None"):
+        Encoder(8, 1, 2, place=torch.nn.ReLU)(x)
+
+
+def test_draws_go_to_what_draws():
+    source, names = torch.Generator(), ("dense", "performer", "hept", "sampled", "samsa", "sbm")
+    options = {"samsa": dict(samples=2), "hept": dict(coord_dims=2)}
+    made = {name: make_attention(name, 8, 2, **options.get(name, {})) for name in names}
+    assert [name for name in names if draws_of(made[name], source)] == ["sampled", "samsa", "sbm"]
+    assert all(draws_of(made[name], None) == {} for name in names)
 
 
 def test_registry():

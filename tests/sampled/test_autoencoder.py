@@ -207,6 +207,25 @@ def test_frozen_and_fine_tuned(frozen):
     assert all(same) if frozen else not any(same)
 
 
+def test_a_classifier_freezes_at_once_and_thaws_nothing():
+    encoder = _model("sampled", dropout=0.5).encoder
+    encoder.token.requires_grad_(False)
+    thawed = EncoderClassifier(encoder, 4, hidden=8).encoder
+    assert not any(p.requires_grad for p in thawed.token.parameters())
+    assert all(p.requires_grad for p in thawed.blocks.parameters())
+    model = EncoderClassifier(encoder, 4, hidden=8, frozen=True)
+    assert model.training and not any(part.training for part in encoder.modules())
+    assert not any(p.requires_grad for p in encoder.parameters())
+
+
+def test_refuses_another_dtype_than_the_weights():
+    model, clouds = _model().float(), _clouds()
+    for wrong in (clouds, clouds._replace(points=clouds.points.float()),
+                  clouds._replace(centres=clouds.centres.float()), _random(3, 60, 3)):
+        with pytest.raises(TypeError, match="dtype of weight, torch.float32, got torch.float64"):
+            model(wrong)
+
+
 def test_info_of_every_layer():
     encoder = PointEncoder(16, 3, 4, attention="sampled", token_hidden=(8, 8, 8))
     out, infos = encoder(_clouds().to(torch.float32), return_info=True)

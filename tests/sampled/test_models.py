@@ -289,3 +289,11 @@ def test_settings():
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_refuses_another_dtype_than_the_weights():
+    points = torch.randn(1, 40, 3)
+    for call in (lambda: ShapeClassifier(3)(points.double()), lambda: HierarchicalClassifier(3)(points.double()),
+                 lambda: ShapeClassifier(3, features=3)(points, points.double())):
+        with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
+            call()

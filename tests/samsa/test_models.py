@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from sparseattn.core.attention import check_values
 from sparseattn.lab.measure import counted_flops
 from sparseattn.samsa.models import (SAMSA_SETTINGS, SIZES, DropPath, EqualScores, GraphBridge, GraphNetwork,
                                      PointNetwork, SAMSAEncoder, SequenceNetwork, choose_at_random, encoder_flops,
@@ -270,6 +271,62 @@ def test_bad_input():
         sequence(torch.zeros(1, 4))
     with pytest.raises(TypeError, match="edges must be an int64"):
         bridge(three, None, torch.zeros(1, 1, 2))
+
+
+@pytest.mark.parametrize("wrong, error, message", [
+    (torch.tensor([0, 2]), ValueError, r"category must lie in 0..1, got \[0, 2\]"),
+    (torch.tensor([-1, 0]), ValueError, "category must lie in 0..1"),
+    (torch.tensor([0]), ValueError, r"category must have shape \(2,\), got \(1,\)"),
+    (torch.tensor([[0], [1]]), ValueError, r"category must have shape \(2,\), got \(2, 1\)"),
+    (torch.tensor([0, 1], dtype=torch.int32), TypeError, "category must be an int64 tensor, got torch.int32"),
+    ([0, 1], TypeError, "category must be an int64 tensor, got list"),
+    (None, ValueError, r"category must be int64 \(b,\), got None")], ids=str)
+def test_refuses_categories_that_do_not_fit(wrong, error, message):
+    with pytest.raises(error, match=message):
+        PointNetwork(4, categories=2, **SMALL)(torch.zeros(2, 9, 3), category=wrong)
+
+
+def test_refuses_another_dtype_than_the_weights():
+    points, double = torch.randn(1, 9, 3), torch.randn(1, 9, 3).double()
+    for call in (lambda: PointNetwork(4, **SMALL)(double), lambda: PointNetwork(4, features=3, **SMALL)(points, double),
+                 lambda: GraphNetwork(4, node_features=3, **SMALL)(double, None, EDGES)):
+        with pytest.raises(TypeError, match="dtype of weight, torch.float32, got torch.float64"):
+            call()
+
+
+def test_values_of_indices_are_looked_at_where_values_are():
+    hidden = torch.tensor([[True, True, False]])
+    graph, tokens = GraphBridge(8, 2), SequenceNetwork(4, 2, **SMALL)
+    with check_values(False):
+        assert graph(torch.zeros(1, 3, 2), None, torch.tensor([[[0, 2]]]), hidden)[0].isfinite().all()
+        for call in (lambda: tokens(torch.tensor([[0, 4]])), lambda: PointNetwork(4, categories=2, **SMALL)(
+                torch.zeros(1, 9, 3), category=torch.tensor([2]))):
+            with pytest.raises(IndexError):
+                call()
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            graph(torch.zeros(1, 3, 2), None, torch.tensor([[[0, 3]]]))
+
+
+@pytest.mark.parametrize("attention", ["samsa", "dense"])
+@pytest.mark.parametrize("kind", ["sequence", "points", "graph"])
+def test_padded_batches_compile_and_export_whole(kind, attention):
+    small = SMALL | dict(attention=attention) | ({} if attention == "samsa" else dict(attention_options={}))
+    mask, some = (torch.arange(n) < torch.tensor([[n], [n - 1]]) for n in (9, 5))
+    edges = torch.tensor([[[0, 1], [1, 2], [3, 4]], [[0, 3], [1, 3], [4, 4]]])
+    model, inputs, options = {
+        "sequence": lambda: (SequenceNetwork(4, 3, **small), (torch.randint(4, (2, 9)),), dict(mask=mask)),
+        "points": lambda: (PointNetwork(3, categories=2, **small), (torch.randn(2, 9, 3),),
+                           dict(mask=mask, category=torch.tensor([0, 1]))),
+        "graph": lambda: (GraphNetwork(3, node_features=3, **small), (torch.randn(2, 5, 3), None, edges),
+                          dict(node_mask=some, edge_mask=some[:, 2:]))}[kind]()
+    model.eval().encoder.alpha.data.fill_(0.5)
+    torch.manual_seed(3)
+    expected = model(*inputs, **options)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for whole in (compiled, torch.export.export(model, inputs, options).module()):
+        torch.manual_seed(3)
+        torch.testing.assert_close(whole(*inputs, **options), expected)
 
 
 def test_a_network_is_set_to_an_inference_mode_as_a_whole():

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sparseattn.baselines.transformers as baselines
 import sparseattn.sbm.attention  # noqa: F401  registers "sbm"
-from sparseattn.core.attention import AttentionInfo
+from sparseattn.core.attention import AttentionInfo, check_values
 from sparseattn.core.transformer import Layer, make_attention
 from sparseattn.sbm.models import (
     METHODS,
@@ -266,7 +266,49 @@ def test_refuses_unknown_methods():
             function("sparkling", 3, 3)
 
 
+@pytest.mark.parametrize("name", ["dense", "sbm"])
+@each_model
+def test_padded_batches_compile_and_export_whole(kind, name):
+    model, (tokens, mask) = MODELS[kind](name).eval(), batch(pair=kind == "pairs")
+    torch.manual_seed(3)
+    expected = model(tokens, mask)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for whole in (compiled, torch.export.export(model, (tokens, mask)).module()):
+        torch.manual_seed(3)
+        torch.testing.assert_close(whole(tokens, mask), expected)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_first_token_is_the_first_real_one(pairs):
+    model, (tokens, _) = sequence("dense", pool="first", pairs=pairs).eval(), batch()
+    if pairs:
+        tokens = torch.stack([tokens, tokens.roll(3, 1)], 1)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    torch.testing.assert_close(model(tokens, mask), model(tokens), rtol=0, atol=0)
+    mask[..., :3] = False
+    x = model.body(tokens.flatten(0, -2), mask.flatten(0, -2))[0][:, 3].unflatten(0, tokens.shape[:-1])
+    x = torch.cat([x[:, 0], x[:, 1], x[:, 0] * x[:, 1], x[:, 0] - x[:, 1]], 1) if pairs else x
+    torch.testing.assert_close(model(tokens, mask), model.head(x), rtol=0, atol=0)
+    assert not torch.equal(*model(tokens, mask)[:2])
+    nothing = model(tokens, torch.zeros_like(mask))
+    torch.testing.assert_close(nothing, model.head(torch.zeros_like(x)), rtol=0, atol=0)
+
+
+def test_a_body_reports_only_if_asked():
+    body, (tokens, mask) = sequence("sbm").eval().body, batch()
+    alone, (beside, infos) = (body(tokens, mask, asked, generator=torch.Generator().manual_seed(1))
+                              for asked in (False, True))
+    assert torch.equal(alone, beside) and len(infos) == len(body.encoder.layers)
+
+
 # ---- bad input
+
+
+def test_values_of_tokens_are_looked_at_where_values_are():
+    model, wrong = sequence("dense"), torch.tensor([[0, 10]])
+    with check_values(False), pytest.raises(IndexError):
+        model(wrong)
 
 
 def test_refuses_tokens_that_do_not_fit():
@@ -275,6 +317,8 @@ def test_refuses_tokens_that_do_not_fit():
         model(tokens.float())
     with pytest.raises(ValueError, match=r"tokens must have shape \(batch, 1 to 25\), got \(2, 26\)"):
         model(torch.zeros(2, 26, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"tokens must have shape \(batch, 1 to 25\), got \(0, 20\)"):
+        model(tokens[:0])
     with pytest.raises(ValueError, match="tokens must lie in 0..9, found 0 to 10"):
         model(torch.tensor([[0, 10]]))
     with pytest.raises(ValueError, match="mask"):
