@@ -285,7 +285,7 @@ class HierarchicalClassifier(nn.Module):
 # %% ../../nbs/sampled/52_models.ipynb #92eb525e
 @contextmanager
 def carried_orders(model: nn.Module, orders: Sequence[Int[Tensor, "*r n"]]):
-    """Inside, the sampled attentions of a model follow given orders instead of drawing.
+    """Inside, the sampled attentions of a model follow given orders instead of drawing; so must the backward pass of a checkpointed model.
 
     Args:
         model: holds `SampledAttention` modules.
