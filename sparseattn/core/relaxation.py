@@ -33,7 +33,7 @@ def random_integers(shape: tuple[int, ...], dtype: torch.dtype, *, generator: to
         tensor(True)
     """
     check_generator(generator)
-    return torch.ops.aten.random(torch.empty(shape, dtype=dtype, device=device), generator=generator)   # `randint` draws otherwise
+    return torch.ops.aten.random.default(torch.empty(shape, dtype=dtype, device=device), generator=generator)  # traced as it is
 
 
 def gumbel(shape: tuple[int, ...], *, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float32,

@@ -572,8 +572,7 @@ class PositionEmbedding(nn.Module):
                 mask: Bool[Tensor, "b n"] | None = None, generator: torch.Generator | None = None):
         """Embedding `(b, n, dim)`; masked points change nothing and return 0.
 
-        In training, or given a `generator`, the neighbours are drawn from the pool; else they are fixed. Under checkpointing a
-        generator needs `same_draws`.
+        In training, or given a `generator`, the neighbours are drawn from the pool; else they are fixed.
         """
         x = _joined(points, features, mask, self.coords, self.features, self.output.maps[0].weight)
         draw = dict(draw=self.training or generator is not None, generator=generator)

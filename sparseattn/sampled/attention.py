@@ -573,8 +573,7 @@ class SampledAttention(_Order):
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
             return_info: also what was computed, with the order as pattern.
             order: the points in the order of the visit, (n,), (b, n) or (b, h, n), in place of a draw.
-            generator: source of the draw; None, torch's own; under checkpointing see `same_draws`.
-                With resample "layer" every call draws, in evaluation too;
+            generator: source of the draw; None, torch's own. With resample "layer" every call draws, in evaluation too;
                 "fixed" has one order for a number of points, whatever the source.
 
         Returns:

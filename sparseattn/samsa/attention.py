@@ -483,7 +483,7 @@ class SAMSAAttention(_Parts):
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
             return_info: also what was computed, with the chosen rows as pattern.
             noise: of every row and head, see `draw`, in place of a draw; it is used in evaluation too.
-            generator: source of the draw; None, torch's own; under checkpointing see `same_draws`.
+            generator: source of the draw; None, torch's own.
 
         Returns:
             `(b, n, c)`, dtype as `x`; with `return_info` a pair.
