@@ -248,7 +248,7 @@ class MessageNetwork(nn.Module):
     def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"],
                 mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n o"]:
         """A row for every point; masked points return 0."""
-        x, coords = checked_cloud(x, coords, mask, self.features, self.coord_dims, self.encode[0].weight)
+        x, coords = checked_cloud(x, coords, mask, self.features, self.coord_dims, self.project.weight)
         plane, x = coords[..., :2], self.encode(x)
         graph, states = None if self.searches else near_others(plane, self.k, mask), [x]
         for before, layer, feed in zip(self.before, self.layers, self.feed, strict=True):
