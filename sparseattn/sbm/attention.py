@@ -340,7 +340,8 @@ class SBMAttention(_Memberships):
         rates: "joint" (Eq 5-7), or "rows": rows of the rates and memberships of a query sum to 1 each. Blocks of ones are
             within reach of rows, not of the paper's form, see `48_regimes`; half of the pairs are edges at the start.
         self_loops: every point attends itself, as by a window of 1. head_dim: of a head; None takes `dim // heads`.
-        impl: see `sbm_attention`; where "fast" takes a list, "reference" draws another mask of the same law.
+        impl: see `sbm_attention`; where "fast" takes a list, "reference" draws another mask of the same law. A compiled layer
+            holds all pairs: where masks are sparse it is slower than a plain one, and draws other masks of the same law.
 
     Raises:
         ValueError: see `head_channels` and `sbm_attention`; input that does not fit, see `checked_cloud`.
@@ -376,7 +377,8 @@ class SBMAttention(_Memberships):
             x: features. coords: taken, not used.
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
             return_info: also what was computed: the density, and the edges unless they are so many that a matrix is cheaper.
-            generator: source of the draws; None, torch's own. In evaluation nothing is added to the probabilities.
+            generator: source of the draws; None, torch's own; under checkpointing see `same_draws`.
+                In evaluation nothing is added to the probabilities.
 
         Returns:
             `(b, n, c)`, dtype as `x`; with `return_info` a pair.
