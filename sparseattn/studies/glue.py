@@ -75,7 +75,7 @@ SETTINGS = {
     "rates": ([1e-3], [1e-3], [2e-4], [1e-4], "3e-5, after pretraining"),
     "warm-up": (0, 400, 1_000, 1_000, "not given"),
     "precision": ("float32", "float32", "tf32", "float32", "not given"),
-    "seeds": (1, 3, 3, 3, "1"),
+    "seeds": (1, 3, 3, 3, "not given"),
     "minutes": (0, 4, 10, 40, "-"),
 }
 
