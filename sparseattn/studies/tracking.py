@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOORS', 'RIVALS', 'SMALLER', 'AFTER', 'DRAWN', 'ROWS', 'SETTINGS', 'RADII', 'COUNTS', 'STUDY', 'OriginalKernel',
-           'missing', 'data', 'Standardise', 'in_turn', 'network', 'batches', 'loss', 'validate', 'test', 'floor',
+           'missing', 'data', 'in_turn', 'Standardise', 'network', 'batches', 'loss', 'validate', 'test', 'floor',
            'find_tracks', 'whole', 'drawn', 'outcomes', 'compared']
 
 # %% ../../nbs/hept/34_tracking.ipynb #9d4c2e6e
@@ -209,7 +209,7 @@ def data(setting):
     return {"sources": list(sources), "train": train, "val": val, "test": tests, "_pairs": {},
             "_inputs": (inputs.mean(0), inputs.std(0)), "_whole": _whole_events(kinds, setting)}
 
-
+# %% ../../nbs/hept/34_tracking.ipynb #34net002
 class _ByDirection(HEPTModel):
     """The network that sees (eta, phi) alone of the coordinates."""
 
@@ -225,19 +225,7 @@ def _with_hept(setting, attention=None, **options):
                            if attention == "original" else make_attention(attention, 24, 8))
     return model
 
-
-class Standardise(nn.Module):
-    """(x - mean) / spread in every column; columns that do not vary are 0."""
-
-    def __init__(self, mean, spread):
-        super().__init__()
-        self.register_buffer("mean", mean)
-        self.register_buffer("scale", torch.where(spread > 1e-6, 1 / spread, 0))
-
-    def forward(self, x):
-        return (x - self.mean) * self.scale
-
-
+# %% ../../nbs/hept/34_tracking.ipynb #34net004
 def in_turn(coord_dims, options):
     """Options of `HEPTModel`, with the layers of FlatFormer where the options of a row have its orders in turn."""
     options = dict(options)
@@ -253,6 +241,18 @@ def _rival(options):
     """A network of Table 1, from options as in `RIVALS`."""
     options = {name: value for name, value in options.items() if name != "rehash"}
     return (MessageNetwork if "layer" in options else HEPTModel)(15, 6, dropout=0.0, **in_turn(6, options))
+
+# %% ../../nbs/hept/34_tracking.ipynb #34net006
+class Standardise(nn.Module):
+    """(x - mean) / spread in every column; columns that do not vary are 0."""
+
+    def __init__(self, mean, spread):
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.register_buffer("scale", torch.where(spread > 1e-6, 1 / spread, 0))
+
+    def forward(self, x):
+        return (x - self.mean) * self.scale
 
 
 def network(row, setting, data):
