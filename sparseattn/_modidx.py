@@ -3982,6 +3982,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking.outcomes': ( 'hept/tracking.html#outcomes',
                                                                                        'sparseattn/studies/tracking.py'),
+                                             'sparseattn.studies.tracking.rehash': ( 'hept/tracking.html#rehash',
+                                                                                     'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking.test': ( 'hept/tracking.html#test',
                                                                                    'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking.validate': ( 'hept/tracking.html#validate',

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FLOORS', 'RIVALS', 'SMALLER', 'AFTER', 'DRAWN', 'ROWS', 'SETTINGS', 'RADII', 'COUNTS', 'STUDY', 'OriginalKernel',
-           'missing', 'data', 'in_turn', 'Standardise', 'network', 'batches', 'loss', 'validate', 'test', 'floor',
-           'find_tracks', 'whole', 'drawn', 'outcomes', 'compared']
+           'missing', 'data', 'in_turn', 'Standardise', 'network', 'batches', 'rehash', 'loss', 'validate', 'test',
+           'floor', 'find_tracks', 'whole', 'drawn', 'outcomes', 'compared']
 
 # %% ../../nbs/hept/34_tracking.ipynb #9d4c2e6e
 import copy
@@ -295,11 +295,17 @@ def _with_drawn(batch, particle, generator):
     return batch | {"pairs": draw_negatives(near, particle, half, generator)}
 
 
-def loss(model, batch, generator):
-    """InfoNCE of one cloud, hashed by new directions in rows that say so."""
-    for part in model.modules() if batch.get("rehash") else []:
+def rehash(model, generator):
+    """New random directions for every attention of a network that hashes."""
+    for part in model.modules():
         if hasattr(part, "rehash"):
             part.rehash(generator)
+
+
+def loss(model, batch, generator):
+    """InfoNCE of one cloud, hashed by new directions in rows that say so."""
+    if batch.get("rehash"):
+        rehash(model, generator)
     return tracking_loss(model, batch)
 
 # %% ../../nbs/hept/34_tracking.ipynb #2326ffc5
