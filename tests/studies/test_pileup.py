@@ -83,14 +83,30 @@ def test_the_released_size():
     assert sum(p.numel() for p in model.parameters()) == 311_207  # with the biases of decays, which nothing reads
 
 
-@pytest.mark.parametrize("row", SMALLER)
+def without(options, *names):
+    return {name: value for name, value in options.items() if name not in names}
+
+
+@pytest.mark.parametrize("row", RIVALS)
 def test_rivals_are_there_as_released_whatever_form_is_trained(row, data):
     """The page times these; a row that is trained in a smaller form has other options."""
-    model, cloud = PileupNetwork(data["_inputs"], **RIVALS[row]).eval(), data["test"][0]
+    model, cloud = PileupNetwork(data["_inputs"], **without(RIVALS[row], "rehash")).eval(), data["test"][0]
     with torch.no_grad():
         out = model(cloud.x[None], cloud.kind[None], cloud.coords[None])
     assert out.shape == (1, len(cloud)) and out.isfinite().all()
-    assert ROWS[row] == SMALLER[row] != RIVALS[row]
+    assert without(ROWS[row], "seeds") == (RIVALS | SMALLER)[row]
+    assert row not in SMALLER or SMALLER[row] != RIVALS[row]
+
+
+def test_a_row_that_hashes_anew_draws_other_directions_in_every_step(data):
+    """The one released row of Table 1 that is not smaller and hashes: SMYRF-k."""
+    network = STUDY.network("SMYRF-k", SETTING, data)
+    batch = next(STUDY.batches("SMYRF-k", SETTING, data, seed=0, epoch=0))
+    g, seen = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        STUDY.loss(network, batch, g)
+        seen.append(torch.cat([b.flatten().float() for b in network.buffers()]))
+    assert batch["rehash"] and not torch.equal(*seen)
 
 
 def test_squeezed_inputs_keep_signs_and_order():
