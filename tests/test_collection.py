@@ -707,7 +707,7 @@ def test_kill_and_go_on(collection):
         [
             ("parameters", 'scale = "smoke"'),
             "import os, time\nfrom pathlib import Path\nPath('pid').write_text(str(os.getpid()))",
-            "if not Path('fast').exists(): time.sleep(600)",
+            "if not Path('fast').exists(): time.sleep(120)",
             "from sparseattn.core.tools import finish\nfinish('32_slow', scale, 2)",
         ],
     )
@@ -719,7 +719,7 @@ def test_kill_and_go_on(collection):
         env=OWN_PACKAGE,
     )
     kernel, log = collection.root / "pid", collection.root / "build/smoke/log/snakemake.log"
-    _wait(lambda: kernel.exists() and re.search(r"2 of \d steps", log.read_text()), 300)  # the two quick ones are done
+    _wait(lambda: kernel.exists() and re.search(r"2 of \d steps", log.read_text()), 120)  # the two quick ones are done
     second = collection.run("--only", "hept")
     assert second.returncode == 1 and "another reproduction is running" in second.stderr
     os.killpg(process.pid, signal.SIGKILL)
