@@ -9,9 +9,9 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=["="])
 config.read(here / "settings.ini", encoding="utf-8")
 meta = config["DEFAULT"]
-# outside of the repository its files are found by their address
-there = f"]({meta['git_url']}/blob/{meta['branch']}/"
-readme = re.sub(r"\]\((?!https?:|#)", there, (here / "README.md").read_text(encoding="utf-8"))
+readme = (here / "README.md").read_text(encoding="utf-8")
+for kind, link in (("raw", r"(!\[[^]]*\]\()"), ("blob", r"((?<!!)\[[^]]*\]\()")):  # elsewhere pictures and pages are found by their address
+    readme = re.sub(link + r"(?!https?:|#)", rf"\1{meta['git_url']}/{kind}/{meta['branch']}/", readme)
 extras = {key.removesuffix("_requirements"): value.split()
           for key, value in meta.items() if key.endswith("_requirements")}
 

@@ -1,6 +1,6 @@
 """Five papers on sparse attention, derived, implemented, checked and reproduced in notebooks.
 
-The layers drop into a model and need torch, numpy and scipy only:
+The layers drop into a model and need torch, numpy, scipy and jaxtyping only:
 
     >>> import torch
     >>> from sparseattn import HEPTAttention
@@ -16,7 +16,7 @@ try:
     import jaxtyping  # noqa: F401
 except ImportError:  # shapes in annotations are for readers: a machine that has torch only goes without
     _shapes = ModuleType("jaxtyping", "Names of shapes only, by sparseattn: jaxtyping is not installed.")
-    _shapes.__spec__ = ModuleSpec("jaxtyping", None)  # others that look for it find that it lies nowhere
+    _shapes.__spec__ = ModuleSpec("jaxtyping", None)  # without a loader: no file has it
     for _name in ("Bool", "Float", "Int", "Num", "Shaped"):
         setattr(_shapes, _name, type(_name, (), {"__class_getitem__": classmethod(lambda cls, of: of[0])}))
     sys.modules["jaxtyping"] = _shapes

@@ -253,7 +253,7 @@ class _PointAttention(nn.Module):
             place: added to what queries and keys are made of, and not to that of values.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
@@ -923,7 +923,7 @@ class PointTransformerAttention(nn.Module):
             return_info: also what was computed.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.

@@ -301,7 +301,7 @@ class InducingAttention(nn.Module):
             return_info: also what was computed.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
@@ -392,7 +392,7 @@ class _Near(nn.Module):
             return_info: also what was computed.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
@@ -691,7 +691,7 @@ class NoAttention(nn.Module):
             return_info: also what was computed.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`.

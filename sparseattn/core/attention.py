@@ -121,7 +121,7 @@ def check_form(name: str, x: Tensor, dims: int | None = None) -> None:
     if dims is not None and x.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
     if 0 in x.shape:
-        raise ValueError(f"{name} has no points or no channels: every size must be at least 1, "
+        raise ValueError(f"{name} has no points, no channels or no cloud: every size must be at least 1, "
                          f"got shape {tuple(x.shape)}")
 
 

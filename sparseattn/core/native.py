@@ -185,7 +185,7 @@ def _cache():
     folder = os.environ.get("SPARSEATTN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "sparseattn")
     folder = Path(folder, "kernels").expanduser()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.geteuid():
+    if hasattr(os, "geteuid") and folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} is another user's")
     return folder
 

@@ -159,7 +159,7 @@ class DenseAttention(nn.Module):
             return_info: also what was computed.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`.
@@ -244,7 +244,7 @@ class Layer(nn.Module):
 
 # %% ../../nbs/core/05_transformer.ipynb #05enc002
 class Encoder(nn.Module):
-    """A stack of layers with one kind of attention.
+    """A stack of pre-norm layers with one kind of attention; what follows the last layer norms it, if it is to be.
 
     Args:
         dim: channels.
@@ -280,17 +280,17 @@ class Encoder(nn.Module):
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points return 0.
             all_layers: a list of the input and every layer's output instead.
             return_info: also a list of what the attention of each layer reports.
-            draw: passed to every attention, where it draws: `generator`, source of the draws; `order` of "sampled" and "hept",
-                one for all layers; `noise` of "samsa".
+            draw: `generator`, source of the draws of an attention that draws; `order` of "sampled" and "hept", one for all
+                layers; `noise` of "samsa".
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; a draw that the attention does not know.
         """
         weight = self.layers[0].norm1.weight if len(self.layers) else None
         x, coords = checked_cloud(x, coords, mask, self.dim, weight=weight)
-        outputs, infos = [x], []
+        outputs, infos, generator = [x], [], draw.pop("generator", None)
         for layer in self.layers:
-            found = layer(outputs[-1], coords, mask, return_info, **draw)
+            found = layer(outputs[-1], coords, mask, return_info, **draw, **draws_of(layer.attention, generator))
             out, info = found if return_info else (found, None)
             outputs.append(hide_masked(out, mask))
             infos.append(info)

@@ -278,14 +278,14 @@ class HEPTAttention(_Parts):
         """Attention of every point to the points in its blocks; the same in training and in evaluation: nothing is drawn.
 
         Args:
-            x: features. coords: coordinates, all in one unit.
+            x: features. coords: coordinates, all in one unit; needed.
             mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
             return_info: also what was computed, see `block_info`.
             labels: aux codes of every table and head, in place of those that `codes` names.
             order: of every table and head, for queries and keys, in place of hashing.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; with `as_released`, a mask or a number

@@ -570,14 +570,15 @@ class SampledAttention(_Order):
 
         Args:
             x: features. coords: taken, not used.
-            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points return 0, and
+                what they hold changes nothing; how many they are changes which cycle a seed draws.
             return_info: also what was computed, with the order as pattern.
             order: the points in the order of the visit, (n,), (b, n) or (b, h, n), in place of a draw.
-            generator: source of the draw; None, torch's own. With resample "layer" every call draws, in evaluation too;
-                "fixed" has one order for a number of points, whatever the source.
+            generator: source of the draw; None, torch's own; under checkpointing see `same_draws`. With resample "layer" every
+                call draws, in evaluation too; "fixed" has one order for a number of points, whatever the source.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud` and `check_order`.

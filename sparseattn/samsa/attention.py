@@ -364,7 +364,8 @@ class Importance(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n h"]:
         """Scores."""
-        return self.score(x + self.norm(self.back(F.gelu(self.hidden(x)))))
+        back = self.back(F.gelu(self.hidden(x))).to(self.norm.weight.dtype)  # under autocast the norm keeps its own
+        return self.score(x + self.norm(back))
 
 # %% ../../nbs/samsa/71_attention.ipynb #8dd7c6f0
 class _Parts(nn.Module):
@@ -475,18 +476,21 @@ class SAMSAAttention(_Parts):
         return (f"heads={self.heads}, head_dim={self.head_dim}, samples={self.samples}, hard={self.hard}, tau={self.tau}, "
                 f"inference={self.inference!r}")
 
-    def forward(self, x, coords=None, mask=None, return_info: bool = False, noise=None, generator=None):
+    def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n r"] | None = None,
+                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False,
+                noise: Float[Tensor, "b h m"] | None = None, generator: torch.Generator | None = None):
         """Attention of every point to the keys that each head samples: with noise in training, as `inference` says else.
 
         Args:
             x: features. coords: taken, not used.
-            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points return 0, and
+                what they hold changes nothing; how many they are changes which noise a seed draws.
             return_info: also what was computed, with the chosen rows as pattern.
             noise: of every row and head, see `draw`, in place of a draw; it is used in evaluation too.
-            generator: source of the draw; None, torch's own.
+            generator: source of the draw; None, torch's own; under checkpointing see `same_draws`.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; fewer rows than samples.

@@ -375,13 +375,14 @@ class SBMAttention(_Memberships):
 
         Args:
             x: features. coords: taken, not used.
-            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points change nothing and return 0.
+            mask: True = a real point, the opposite of `key_padding_mask` in torch; masked points return 0, and
+                what they hold changes nothing; how many they are changes which graph a seed draws.
             return_info: also what was computed: the density, and the edges unless they are so many that a matrix is cheaper.
             generator: source of the draws; None, torch's own; under checkpointing see `same_draws`.
                 In evaluation nothing is added to the probabilities.
 
         Returns:
-            `(b, n, c)`, dtype as `x`; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`.

@@ -148,7 +148,7 @@ class PileupNetwork(nn.Module):
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0023
 SMALLER = tracking.SMALLER | {"FlatFormer-k": dict(attention="flatformer_k")}  # what these rows are trained with so far
-FIRST = ("PointTrans", "FlatFormer", "FlatFormer-k", "Performer")
+FIRST = ("PointTrans", "FlatFormer", "FlatFormer-k", "Performer")                          # rivals whose trainings are three, as HEPT's
 
 ROWS = {
     "random": dict(floor=True, seeds=3),
