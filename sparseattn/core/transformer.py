@@ -92,7 +92,8 @@ def draws_of(attention: nn.Module, generator: torch.Generator | None) -> dict:
         >>> draws_of(make_attention("dense", 16, 4), torch.Generator())
         {}
     """
-    takes = generator is not None and "generator" in inspect.signature(attention.forward).parameters
+    forward = getattr(attention, "_orig_mod", attention).forward  # of a compiled module, what was compiled
+    takes = generator is not None and "generator" in inspect.signature(forward).parameters
     return {"generator": generator} if takes else {}
 
 # %% ../../nbs/core/05_transformer.ipynb #9f7f8dab

@@ -335,7 +335,7 @@ class GroupShuffleAttention(nn.Module):
             return_info: also what was computed.
 
         Returns:
-            `(b, n, c)`, dtype as `x`, under autocast its own; with `return_info` a pair.
+            `(b, n, c)`, dtype as `x`, under autocast too; with `return_info` a pair.
 
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.

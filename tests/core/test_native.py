@@ -272,6 +272,11 @@ def test_a_compiler_that_cannot_be_read(rebuilt, monkeypatch):
         assert c_kernels(SOURCE, torch.zeros(1)) is None
 
 
+def test_a_system_without_user_ids(rebuilt, monkeypatch):
+    monkeypatch.delattr(os, "geteuid")
+    assert set(native.native_info()) >= {"used", "why"} and native._cache() == rebuilt
+
+
 def test_the_switch_works_at_any_time(monkeypatch):
     c_kernels(SOURCE, torch.zeros(1))
     monkeypatch.setenv("CC", "")

@@ -239,6 +239,23 @@ def test_draws_go_to_what_draws():
     assert all(draws_of(made[name], None) == {} for name in names)
 
 
+@pytest.mark.parametrize("name", ["dense", "sampled"])
+def test_a_generator_reaches_what_draws_and_troubles_nothing_else(name):
+    x, _, _ = inputs(n=40, dtype=torch.float32)
+    encoder = Encoder(8, 2, 2, attention=name)
+
+    def drawn(seed):
+        return encoder(x, generator=torch.Generator().manual_seed(seed))
+
+    first, draws = drawn(0), name == "sampled"
+    assert drawn(0).equal(first) and drawn(1).equal(first) != draws
+    for layer in encoder.layers:
+        layer.attention = torch.compile(layer.attention, backend="eager")
+    torch.testing.assert_close(drawn(0), first)
+    with pytest.raises(TypeError, match="nonsense"):
+        encoder(x, nonsense=1)
+
+
 def test_registry():
     assert attention_names() == sorted(attention_names()) == sparseattn.attentions()
     assert type(make_attention("dense", 8, 2)) is DenseAttention

@@ -270,6 +270,15 @@ def test_module(options):
         assert layer.to(dtype)(x.to(dtype), noise=noise).dtype == dtype
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_are_normed_without_a_warning(dtype):
+    torch.manual_seed(0)
+    layer, x = SAMSAAttention(16, 4, samples=6), torch.randn(2, 30, 16)
+    with torch.autocast("cpu", dtype):
+        assert layer(x).dtype == dtype
+
+
 def test_compiled():
     torch.manual_seed(0)
     layer, x = SAMSAAttention(16, 4, samples=6, hard=False), torch.randn(2, 30, 16)
