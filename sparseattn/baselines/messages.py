@@ -195,10 +195,23 @@ class GatedLayer(nn.Module):
         keep = self.keep(torch.cat([heard, x, whole, count.expand(-1, x.shape[1], -1)], -1)).sigmoid()
         return (keep * self.own(x) + (1 - keep) * self.heard(heard)).relu()
 
-# %% ../../nbs/baselines/39_messages.ipynb #f10ffbbe
+# %% ../../nbs/baselines/39_messages.ipynb #39netw01
 _WIDTHS = {"gcn": 80, "dgcnn": 64, "gravnet": 72, "gatedgnn": 64}
 
 
+def _layer(kind, dim, plane, k, **start):
+    "One of the four layers."
+    return {"gcn": lambda: GCNLayer(dim, dim), "gatedgnn": lambda: GatedLayer(dim, dim, coord_dims=plane),
+            "dgcnn": lambda: DynamicEdgeLayer(dim, dim, k=k), "gravnet": lambda: GravNetLayer(dim, dim, k=k, **start)}[kind]()
+
+
+def _head(outputs, hidden=256):
+    "Five layers, tanh between them; what is added to the projection."
+    widths = [outputs] + [hidden] * 4
+    steps = [[nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()] for a, b in zip(widths, widths[1:], strict=False)]
+    return nn.Sequential(*sum(steps, []), nn.Linear(hidden, outputs))
+
+# %% ../../nbs/baselines/39_messages.ipynb #f10ffbbe
 class MessageNetwork(nn.Module):
     """A graph network for clouds of HEPT's size, around one of four layers. HEPT, Sec 6.2 and App C.2.
 
@@ -234,12 +247,9 @@ class MessageNetwork(nn.Module):
         for name, value in counts.items():
             check_count(name, value)
         self.features, self.coord_dims, self.kind, plane = features, coord_dims, layer, min(2, coord_dims)
-        make = {"gcn": lambda: GCNLayer(dim, dim), "gatedgnn": lambda: GatedLayer(dim, dim, coord_dims=plane),
-                "dgcnn": lambda: DynamicEdgeLayer(dim, dim, k=self.k),
-                "gravnet": lambda: GravNetLayer(dim, dim, k=self.k, **start)}
         self.encode = nn.Sequential(nn.Linear(features, dim), nn.ReLU(), nn.Linear(dim, dim))
         self.before = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim)) for _ in range(depth))
-        self.layers = nn.ModuleList(make[layer]() for _ in range(depth))
+        self.layers = nn.ModuleList(_layer(layer, dim, plane, self.k, **start) for _ in range(depth))
         self.feed = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim))
                                   for _ in range(depth))
         self.project, self.correct = nn.Linear(dim * (depth + 1), outputs, bias=False), _head(outputs)
@@ -262,10 +272,3 @@ class MessageNetwork(nn.Module):
         if self.searches:
             return layer(x, mask)
         return layer(x, plane, *graph) if self.kind == "gcn" else layer(x, plane, *graph, mask)
-
-
-def _head(outputs, hidden=256):
-    "Five layers, tanh between them; what is added to the projection."
-    widths = [outputs] + [hidden] * 4
-    steps = [[nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()] for a, b in zip(widths, widths[1:], strict=False)]
-    return nn.Sequential(*sum(steps, []), nn.Linear(hidden, outputs))

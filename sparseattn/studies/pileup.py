@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECALLS', 'RADII', 'RULES', 'TREES', 'SMALLER', 'FIRST', 'ROWS', 'SETTINGS', 'STUDY', 'missing', 'squeezed', 'data',
-           'leading_tracks', 'PileupNetwork', 'network', 'batches', 'loss', 'validate', 'test', 'drawn', 'floor']
+           'leading_tracks', 'PileupNetwork', 'of_network', 'network', 'batches', 'loss', 'validate', 'test', 'drawn',
+           'floor']
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0004
 import itertools
@@ -148,7 +149,7 @@ class PileupNetwork(nn.Module):
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0023
 SMALLER = tracking.SMALLER | {"FlatFormer-k": dict(attention="flatformer_k")}  # what these rows are trained with so far
-FIRST = ("PointTrans", "FlatFormer", "FlatFormer-k", "Performer")                          # rivals whose trainings are three, as HEPT's
+FIRST = ("PointTrans", "FlatFormer", "FlatFormer-k", "Performer")  # rivals whose trainings are three, as HEPT's
 
 ROWS = {
     "random": dict(floor=True, seeds=3),
@@ -175,9 +176,14 @@ SETTINGS = {
 }
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0025
+def of_network(options):
+    """What the network of a row takes of its options."""
+    return {name: value for name, value in options.items() if name not in ("floor", "seeds", "rehash")}
+
+
 def network(row, setting, data):
     """The network with the attention of a row."""
-    options = {name: value for name, value in ROWS[row].items() if name not in ("floor", "seeds", "rehash")}
+    options = of_network(ROWS[row])
     hashed = {} if {"attention", "layer"} & set(options) else dict(decay="summed", regions=setting["regions"])
     return PileupNetwork(data["_inputs"], **hashed, **options)
 

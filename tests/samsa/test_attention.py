@@ -273,7 +273,7 @@ def test_module(options):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_are_normed_without_a_warning(dtype):
-    """torch warns once a process where a norm reads another dtype than its weights have, so the dtype is looked at too."""
+    """torch warns of another dtype than the weights' once a process, so what the norm reads is looked at too."""
     torch.manual_seed(0)
     layer, x, read = SAMSAAttention(16, 4, samples=6), torch.randn(2, 30, 16), []
     layer.importance.norm.register_forward_pre_hook(lambda norm, given: read.append(given[0].dtype))
