@@ -404,6 +404,14 @@ def test_committed_results(notebook):
     publish.check_folder(folder)
 
 
+@needs_results
+@pytest.mark.parametrize("key", [key for key, notebook in NOTEBOOKS.items() if not notebook.has_parameters])
+def test_outputs_of_pages_without_results(key):
+    """They come from the code that stands above them."""
+    made = json.loads((ROOT / "figures" / publish.EXECUTED).read_text(encoding="utf-8"))
+    assert made.get(key) == graph.code_hash(NOTEBOOKS[key]), "edited since: execute and publish it"
+
+
 # ---- the command
 
 
@@ -774,6 +782,8 @@ def test_publish(collection):
     assert (root / "figures/MANIFEST.json").read_text() == publish.manifest(root / "figures")
     assert all(record.read_text() == "{}" for record in records) and "runs" not in publish.manifest(root / "figures")
     assert (root / "figures/stale.csv").read_text() == graph.stale_text(root)
+    pages = {key: graph.code_hash(one) for key, one in graph.find_notebooks(root).items() if not one.has_parameters}
+    assert json.loads((root / "figures" / publish.EXECUTED).read_text()) == pages
 
     content = json.loads((root / "nbs/hept/30_one.ipynb").read_text())
     assert [cell["id"] for cell in content["cells"]] == ids

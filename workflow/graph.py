@@ -371,6 +371,11 @@ def records(root: Path, studies: Iterable[str], scale: str) -> dict[str, str]:
     return {p.relative_to(root).as_posix(): _sha256(p.read_bytes()) for p in found}
 
 
+def code_hash(notebook: Notebook) -> str:
+    """Hash of the notebook's code, text and outputs aside."""
+    return _sha256(json.dumps([source for kind, _, source in notebook.cells if kind == "code"]).encode())
+
+
 def digest(hashes: dict[str, str]) -> str:
     """One short hash of a fingerprint."""
     return _sha256(json.dumps(hashes, sort_keys=True).encode())[:12]

@@ -9,7 +9,8 @@ A folder of figures/ is replaced as a whole. Results of a larger scale stay: whe
 run at `cpu` leaves it alone and says so (delete the folder to have it replaced). The ledger and the index gather what
 is there and follow every run. What stood in figures/ before is kept in build/<scale>/committed/ for the page. `lists`
 writes what follows from the files as they are: figures/MANIFEST.json, and figures/stale.csv, which names the results
-that are older than what they depend on.
+that are older than what they depend on. Results name their code in run.json; figures/executed.json does for pages that
+have none.
 
 A folder of figures/ with a runs/ folder holds the records of trainings. No notebook makes them, so they are never
 removed here, and the manifest leaves them out: each record carries its own digest.
@@ -33,6 +34,7 @@ import graph
 
 RUNS = "runs"  #: figures/<study>/runs/<scale>/*.json, the records of trainings
 DERIVED = ("MANIFEST.json", "stale.csv")  #: written from the other files of figures/
+EXECUTED = "executed.json"  #: in figures/: of every page without results, the hash of the code that made its outputs
 BEGIN, END = "<!-- ledger:begin -->", "<!-- ledger:end -->"
 TEXT = (".csv", ".md", ".json", ".txt", ".svg")
 #: a path that starts at the root of somebody's machine
@@ -136,6 +138,14 @@ def lists(root: Path) -> list[str]:
     return [f"wrote {p.relative_to(root)}" for p in changed]
 
 
+def executed(root: Path, collection: dict[str, graph.Notebook], hashes: dict[str, str]) -> str:
+    """figures/executed.json, with new hashes; pages that are gone, or have results now, are left out."""
+    path = root / "figures" / EXECUTED
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    pages = {key for key, notebook in collection.items() if not notebook.has_parameters}
+    return json.dumps({key: text for key, text in sorted((known | hashes).items()) if key in pages}, indent=1) + "\n"
+
+
 def replace_folder(source: Path, target: Path) -> None:
     """Put a copy of `source` in the place of `target` by renaming; records of trainings in `target` stay."""
     new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
@@ -174,7 +184,7 @@ def results(root: Path, scale: str, only: str = "") -> list[str]:
     collection = graph.find_notebooks(root)
     one = {only: collection[only]} if only in collection else None
     notebooks = (one or graph.select(collection, only, config["ledger"])).values()
-    texts, folders, lines, refused = {}, {}, [], []
+    texts, folders, hashes, lines, refused = {}, {}, {}, [], []
     for notebook in notebooks:
         built, committed = root / f"build/{scale}/figures/{notebook.stem}", root / "figures" / notebook.stem
         gathers = notebook.is_index or notebook.stem == config["ledger"]
@@ -189,6 +199,8 @@ def results(root: Path, scale: str, only: str = "") -> list[str]:
             continue
         if notebook.has_parameters:
             folders[committed] = built
+        else:
+            hashes[notebook.key] = graph.code_hash(notebook)
     keep_committed(root, scale)
     (root / "figures").mkdir(exist_ok=True)
     for committed, built in folders.items():
@@ -202,12 +214,13 @@ def results(root: Path, scale: str, only: str = "") -> list[str]:
         if path.read_text(encoding="utf-8") != text:
             graph.write_text(path, text)
             lines.append(f"wrote the outputs of {path.relative_to(root)}")
+    graph.write_text(root / "figures" / EXECUTED, executed(root, collection, hashes))
     ledger = root / "figures" / config["ledger"] / config["ledger_table"]
     if ledger.exists():
         graph.write_text(root / "figures/claims.csv", ledger.read_text(encoding="utf-8"))
     lines += lists(root)
     written = [p for folder in folders for p in sorted(folder.iterdir()) if p.is_file()] + list(texts)
-    written += [root / "figures" / name for name in DERIVED]
+    written += [root / "figures" / name for name in (*DERIVED, EXECUTED)]
     record = {p.relative_to(root).as_posix(): _sha256(p) for p in written}
     left = dict(files=record, refused=refused)
     graph.write_text(root / f"build/{scale}/published.json", json.dumps(left, indent=1, sort_keys=True) + "\n")

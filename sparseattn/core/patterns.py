@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from .attention import check_count
+
 # %% ../../nbs/core/01_patterns.ipynb #d490dff3
 def check_pattern(name: str, pattern: Tensor, square: bool = False) -> None:
     """Refuse a pattern that is not boolean, has no pairs to speak of, or is not square where it must be.
@@ -37,14 +39,6 @@ def check_pattern(name: str, pattern: Tensor, square: bool = False) -> None:
     if square and pattern.shape[-1] != pattern.shape[-2]:
         raise ValueError(f"{name} must have as many queries as keys, got {tuple(pattern.shape)}")
 
-
-def _check_count(name, value, least):
-    "Refuse what is not a whole number of at least `least`."
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
 # %% ../../nbs/core/01_patterns.ipynb #626fe793
 def window_pattern(n: int, width: int, *, device: torch.device | str | None = None) -> Bool[Tensor, "n n"]:
     """Each point attends itself and the `width` points on either side.
@@ -58,14 +52,14 @@ def window_pattern(n: int, width: int, *, device: torch.device | str | None = No
         Pattern, True where `|query - key| <= width`.
 
     Raises:
-        TypeError, ValueError: `n` is not an int >= 1, `width` not an int >= 0.
+        ValueError: `n` is not an integer >= 1, `width` not an integer >= 0.
 
     Example:
         >>> window_pattern(4, 1).sum(-1).tolist()
         [2, 3, 3, 2]
     """
-    _check_count("n", n, 1)
-    _check_count("width", width, 0)
+    check_count("n", n, 1)
+    check_count("width", width, 0)
     place = torch.arange(n, device=device)
     return (place[:, None] - place).abs() <= width
 
@@ -110,18 +104,18 @@ def global_pattern(n: int, relays: Sequence[int] | Int[Tensor, "r"], *,
         Pattern, True where query or key is a relay.
 
     Raises:
-        TypeError, ValueError: `n` is not an int >= 1; a relay is not an int from 0 to `n - 1`.
+        TypeError, ValueError: `n` is not an integer >= 1; relays are no sequence of integers from 0 to `n - 1`.
 
     Example:
         >>> global_pattern(3, [0]).int().tolist()
         [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
     """
-    _check_count("n", n, 1)
+    check_count("n", n, 1)
     if not isinstance(relays, Sequence) and not (isinstance(relays, Tensor) and relays.dim() == 1):
         raise TypeError(f"relays must be a sequence of ints or a tensor of one dimension, got {type(relays).__name__}")
     relays = relays.tolist() if isinstance(relays, Tensor) else list(relays)
     for relay in relays:
-        _check_count("relays", relay, 0)
+        check_count("relays", relay, 0)
         if relay >= n:
             raise ValueError(f"relays must be below n = {n}, got {relay}")
     chosen = torch.zeros(n, dtype=torch.bool, device=device)
@@ -233,7 +227,7 @@ def edges_to_pattern(edges: Int[Tensor, "3 e"], shape: Sequence[int]) -> Bool[Te
     if not isinstance(shape, Sequence):
         raise TypeError(f"shape must be a sequence of ints, got {type(shape).__name__}")
     for size in shape:
-        _check_count("shape", size, 0)
+        check_count("shape", size, 0)
     if len(shape) < 2:
         raise ValueError(f"shape must be (..., queries, keys), got {tuple(shape)}")
     pattern = torch.zeros(prod(shape[:-2]), *shape[-2:], dtype=torch.bool, device=edges.device)
@@ -264,14 +258,14 @@ def reach(pattern: Bool[Tensor, "... n n"], depth: int) -> Bool[Tensor, "... n n
         True where information can travel from key to query in at most `depth` layers.
 
     Raises:
-        TypeError, ValueError: see `check_pattern`; `depth` is not an int >= 0.
+        TypeError, ValueError: see `check_pattern`; `depth` is not an integer >= 0.
 
     Example:
         >>> reach(window_pattern(5, 1), 2)[0].tolist()
         [True, True, True, False, False]
     """
     check_pattern("pattern", pattern, square=True)
-    _check_count("depth", depth, 0)
+    check_count("depth", depth, 0)
     step, reached = _with_self(pattern), _with_self(torch.zeros_like(pattern))
     while depth:
         reached = _compose(reached, step) if depth % 2 else reached

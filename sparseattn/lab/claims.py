@@ -254,8 +254,8 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
 
 # %% ../../nbs/lab/25_claims.ipynb #3fd86b02
 def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, paper: float | None, tolerance: float,
-           experiment, sign: int = 0, evidence: str = "", needs: str = "smoke", kind: str = "number", source: str = "HEPT",
-           **marks) -> Claim:
+           experiment, sign: int = 0, printed: bool | None = None, evidence: str = "", needs: str = "smoke",
+           kind: str = "number", source: str = "HEPT", **marks) -> Claim:
     """A number of the paper, or its sign, beside what an experiment found.
 
     Args:
@@ -263,6 +263,7 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
         tolerance: named before the run, see `lab.decide.verdict`.
         experiment: a `lab.decide.Experiment`; its `decided_by` goes into the row.
         sign: the direction, 1 or -1, where `paper` is None.
+        printed: does the paper print that value? None: it does, unless the claim is ours.
         needs: smallest scale with the paper's own data and recipe, where its value itself is asked for; below it as in `claim`.
         marks: origin, phrase, uses of the row.
 
@@ -282,7 +283,8 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
     """
     row = dict(id=id, paper=source, where=where, statement=statement, kind=kind, notebook=notebook,
                decided=experiment.decided_by)
-    verdict, why = experiment.verdict(paper, tolerance=tolerance, sign=sign, printed=marks.get("origin") != "ours")
+    printed = marks.get("origin") != "ours" if printed is None else printed
+    verdict, why = experiment.verdict(paper, tolerance=tolerance, sign=sign, printed=printed)
     if _too_small(scale, needs):
         return _too_early(scale, needs, _joined(why, evidence), **row, **marks)
     return Claim(verdict=verdict, evidence=_joined(f"{why} (scale {scale})", evidence), **row, **marks)

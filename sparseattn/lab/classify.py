@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from .decide import Experiment
+from .decide import Experiment, named
 from .floors import grid_counts, outcomes, rule
 from .study import Records, Study
 from .train import to_device
@@ -222,12 +222,12 @@ def _grouped(found, row, part):
     return {seed: np.bincount(groups[seed], y) / np.bincount(groups[seed]) for seed, y in of.items()} if groups else of
 
 
-def experiment(found: Records, *rows: str, beside: tuple = (), part: str = "test") -> Experiment:
+def experiment(found: Records, *rows: str, beside: tuple | dict = (), part: str = "test") -> Experiment:
     """One row, or the difference of two, in percent or in the study's own measure, beside the rules of a study.
 
     Args:
         found: records of a study of `classification`. rows: one or two.
-        beside: trained rows that are floors too. part: of the test data.
+        beside: trained rows that are floors too, or {row: trained rows that are floors for it}. part: of the test data.
 
     Returns:
         A `lab.decide.Experiment`. Items that belong together (numbers of groups in the part `_` + `part`) are one item,
@@ -240,20 +240,24 @@ def experiment(found: Records, *rows: str, beside: tuple = (), part: str = "test
     every = found.study.rows
     rules = [row for row, options in every.items() if options.get("floor") and "untrained" not in options
              and options.get("task") == every[rows[0]].get("task")]
-    there, wanted = found.rows(), dict.fromkeys((*rules, *beside))
+    each = beside if isinstance(beside, dict) else dict.fromkeys(rows, beside)
+    trained = dict.fromkeys(floor for row in rows for floor in each.get(row, ()))
+    there, wanted = found.rows(), dict.fromkeys((*rules, *trained))
     names, missing = [*rows, *(row for row in wanted if row in there)], tuple(row for row in wanted if row not in there)
     unit = 100.0 if found.study.statistic is None else 1.0
     of = {row: {seed: unit * y for seed, y in _grouped(found, row, part).items()} for row in names}
     of |= {row: of[row][0] for row in names if row in rules and "seeds" not in every[row]}
     floors = {row: of[row] for row in of if row in wanted}
-    return Experiment({row: of[row] for row in rows}, floors, statistic=found.study.statistic, missing=missing)
+    spared = {row: [floor for floor in trained if floor not in each.get(row, ())] for row in rows}
+    return Experiment({row: of[row] for row in rows}, floors, statistic=found.study.statistic, missing=missing,
+                      spared=spared)
 
 
 # %% ../../nbs/lab/84_classify.ipynb #ba757337
 def _standing(short, missing):
     "Does a row clear its floors?"
     told = {"no: ": short, "rules only; no record of ": missing}
-    return next((why + ", ".join(floors) for why, floors in told.items() if floors), "yes")
+    return next((why + named(floors) for why, floors in told.items() if floors), "yes")
 
 
 def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None = None, part: str = "test"):
@@ -273,7 +277,7 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
     import pandas as pd
     lines = []
     for row in found.rows():
-        made = experiment(found, row, beside=(beside or {}).get(row, ()), part=part)
+        made = experiment(found, row, beside=beside or {}, part=part)
         ours, first = made.interval, found.first(row)
         clears = "a floor" if first["kind"] == "floor" else _standing(made.short[row], made.missing)
         lines.append({"row": row, "paper": (paper or {}).get(row, np.nan), "ours": ours.value, "low": ours.low,

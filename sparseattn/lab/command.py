@@ -120,7 +120,7 @@ def _show(chosen: list[Unit]) -> None:
     """The plan for people."""
     states = {unit: state(unit) for unit in chosen}
     for unit, word in states.items():
-        print(f"  {unit.study.name:<16}{unit.name:<40}{word}")
+        print(f"  {unit.study.name:<18}{unit.name:<40}{word}")
     todo = [unit for unit, word in states.items() if word == "to train"]
     minutes = sum(line["minutes"] for unit in todo for line in plan([unit], unit.scale))
     print(f"{len(chosen)} units, {len(todo)} to train: about {minutes:.0f} minutes of one core or GPU")
@@ -285,7 +285,7 @@ def main(names: list[str], find: Callable[[str], Study], argv: list[str] | None 
     except ValueError as error:
         parser.error(str(error))
     if not args.studies and not args.units:
-        print("\n".join(f"{name:<16}{find(name).title}" for name in names))
+        print("\n".join(f"{name:<18}{find(name).title}" for name in names))
         return 0
     try:
         return _do(chosen, args, parser)

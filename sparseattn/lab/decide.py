@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Table', 'Interval', 'interval', 'paired', 'score', 'McNemar', 'mcnemar', 'between', 'resolution', 'clears',
-           'Decision', 'verdict', 'Experiment']
+           'Decision', 'verdict', 'named', 'Experiment']
 
 # %% ../../nbs/lab/82_decide.ipynb #40bbb39a
 import math
@@ -376,8 +376,7 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
     numbers = f"{_said(paper, sign, printed)}, ours {ours}, tolerance {tolerance:g}"
     unseen = _unseen(ours, once)
     if below:
-        short = [f"{row} is not two standard errors above {', '.join(floors)}" for row, floors in below.items()]
-        return Decision("undecided", "; ".join([numbers, *short, unseen]))
+        return Decision("undecided", "; ".join([numbers, *_failed(below), unseen]))
     if ours.over == "items only":
         return Decision("undecided", f"{numbers}; {unseen}")
     if near <= low and high <= far and (not side or low > 0):
@@ -404,6 +403,27 @@ def _within(paper, tolerance, sign, difference):
     if side and tolerance >= abs(paper):
         raise ValueError(f"tolerance {tolerance} reaches zero from {paper}: it cannot tell the difference from none")
     return side, (abs(paper) if side else paper) - tolerance, (abs(paper) if side else paper) + tolerance
+
+
+_UNMADE = " (no record)"
+
+
+def named(names: Sequence[str]) -> str:
+    """Names in a row, those that hold a comma in quotation marks.
+
+    Example:
+        >>> named(["trees", "counts, linear"])
+        "trees, 'counts, linear'"
+    """
+    return ", ".join(f"'{name}'" if "," in name else name for name in names)
+
+
+def _failed(below):
+    "Which rows fail which floors, and which floors have no outcomes."
+    unmade = dict.fromkeys(f.removesuffix(_UNMADE) for floors in below.values() for f in floors if f.endswith(_UNMADE))
+    made = {row: [f for f in floors if not f.endswith(_UNMADE)] for row, floors in below.items()}
+    short = [f"{named([row])} is not two standard errors above {named(f)}" for row, f in made.items() if f]
+    return short + ([f"undecided without a record of {named(unmade)}"] if unmade else [])
 
 
 def _unseen(ours, once):
@@ -446,6 +466,7 @@ class Experiment:
         statistic, clusters, level: as of `paired`.
         decided_by: training, clock, statistics or exact.
         missing: names of floors that have no outcomes yet; no row clears them, and nothing is decided.
+        spared: {row: floors that it need not clear}, as a rival need not clear the other network without its attention.
 
     Numbers are in units of the outcomes: for percent, outcomes are 0 and 100.
 
@@ -466,6 +487,7 @@ class Experiment:
     level: float = 0.95
     decided_by: str = "training"
     missing: Sequence[str] = ()
+    spared: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self):
         if len(self.rows) not in (1, 2):
@@ -486,13 +508,15 @@ class Experiment:
         floors = {name: floor for name, floor in self.floors.items() if name not in self.rows}
         found = {row: {} if row in self.floors else clears(y, floors, statistic=self.statistic, clusters=self.clusters)
                  for row, y in self.rows.items()}
-        return {row: tuple(floor for floor, ok in cleared.items() if not ok) for row, cleared in found.items()}
+        return {row: tuple(floor for floor, ok in cleared.items() if not ok and floor not in self.spared.get(row, ()))
+                for row, cleared in found.items()}
 
     @cached_property
     def below(self) -> dict[str, tuple[str, ...]]:
         """{row: floors that it does not clear, and those that have no outcomes}, of rows that fail one."""
-        missing = tuple(f"{floor} (no record)" for floor in self.missing)
-        found = {row: floors if row in self.floors else floors + missing for row, floors in self.short.items()}
+        missing = {row: tuple(floor + _UNMADE for floor in self.missing if floor not in self.spared.get(row, ()))
+                   for row in self.rows}
+        found = {row: floors if row in self.floors else floors + missing[row] for row, floors in self.short.items()}
         return {row: floors for row, floors in found.items() if floors}
 
     def verdict(self, paper: float | None, *, tolerance: float, sign: int = 0, printed: bool = True) -> Decision:

@@ -363,7 +363,7 @@ def _rows(x, index):
 
 # %% ../../nbs/sampled/50_cycles.ipynb #bb3ae92e
 def _composed_ratio(q, k, v, bias, edges, portions, scale):
-    "The same, all cycles at once."
+    "The ratio estimator with all cycles at once, for derivatives of any order."
     ahead = torch.cat([edges(*portion)[0] for portion in portions])
     own, others = (q * k).sum(-1)[None] * scale, (q * _rows(k, ahead)).sum(-1) * scale + bias
     w = torch.cat([own, others]).softmax(0)[..., None]

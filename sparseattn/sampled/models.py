@@ -25,7 +25,7 @@ def _mlp(inputs, hidden, outputs):
 
 
 class Embedding(nn.Module):
-    """Coordinates and features of points, each through a network, added. Sampled Transformer, Sec 3.1 and 5.2.
+    """Coordinates and features of points, each through a network, added. Sampled Transformer, Sec 3.2 and 5.2.
 
     Args:
         dim: channels of the result.

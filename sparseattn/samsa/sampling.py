@@ -275,13 +275,14 @@ def _relaxed(noisy, k, tau):
     return torch.stack(rows, 1)
 
 # %% ../../nbs/samsa/70_sampling.ipynb #472a901b
-def _in_rounds(noisy, k, tau):
-    "Weights (b, k, n): a hard choice in each round, straight-through; the chosen one is out of the next."
+def _in_rounds(scores, noises, tau):
+    "Weights (b, k, n): a hard choice in each round, with its noise, straight-through; the chosen one is out of the next."
     rows = []
-    for _ in range(k):
+    for noise in noises:
+        noisy = scores + noise
         soft, best = (noisy / tau).softmax(-1), noisy.detach().argmax(-1, keepdim=True)
         rows.append(straight_through(torch.zeros_like(soft).scatter_(1, best, 1), soft))
-        noisy = noisy.scatter(1, best, -torch.inf)
+        scores = scores.scatter(1, best, -torch.inf)
     return torch.stack(rows, 1)
 
 # %% ../../nbs/samsa/70_sampling.ipynb #ca956b96

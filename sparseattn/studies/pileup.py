@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['RECALLS', 'RADII', 'RULES', 'TREES', 'SMALLER', 'FIRST', 'ROWS', 'SETTINGS', 'STUDY', 'missing', 'squeezed', 'data',
-           'leading_tracks', 'PileupNetwork', 'of_network', 'network', 'batches', 'loss', 'validate', 'test', 'drawn',
-           'floor']
+           'leading_tracks', 'PileupNetwork', 'network', 'batches', 'loss', 'validate', 'test', 'drawn', 'floor']
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0004
 import itertools
@@ -23,7 +22,7 @@ from ..lab.floors import rule
 from ..lab.metrics import average_precision
 from ..lab.study import Study
 from . import tracking
-from .tracking import RIVALS, Standardise, in_turn, rehash
+from .tracking import RIVALS, Standardise, in_turn, of_network, rehash
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0006
 def _crossings(setting):
@@ -176,11 +175,6 @@ SETTINGS = {
 }
 
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0025
-def of_network(options):
-    """What the network of a row takes of its options."""
-    return {name: value for name, value in options.items() if name not in ("floor", "seeds", "rehash")}
-
-
 def network(row, setting, data):
     """The network with the attention of a row."""
     options = of_network(ROWS[row])

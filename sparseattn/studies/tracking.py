@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FLOORS', 'RIVALS', 'SMALLER', 'AFTER', 'DRAWN', 'ROWS', 'SETTINGS', 'RADII', 'COUNTS', 'STUDY', 'OriginalKernel',
-           'missing', 'data', 'in_turn', 'Standardise', 'network', 'batches', 'rehash', 'loss', 'validate', 'test',
-           'floor', 'find_tracks', 'whole', 'drawn', 'outcomes', 'compared']
+           'missing', 'data', 'of_network', 'in_turn', 'Standardise', 'network', 'batches', 'rehash', 'loss',
+           'validate', 'test', 'floor', 'find_tracks', 'whole', 'drawn', 'outcomes', 'compared']
 
 # %% ../../nbs/hept/34_tracking.ipynb #9d4c2e6e
 import copy
@@ -184,7 +184,7 @@ SETTINGS = {
     "schedule": ("cosine", "cosine", "cosine", "cosine", "steps"),
     "warm-up": (1, 50, 100, 500, "-"),
     "seeds": (1, 3, 3, 3, "1"),
-    "regions": (2, 15, 15, 15, "150 on 60k"),
+    "regions": (2, 15, 15, 15, "10 to 20 on 6k, 100 to 200 on 60k"),
     "negatives": (16, 128, 256, 256, "256"),
     "minutes": (0, 40, 15, 90, "-"),
 }
@@ -226,6 +226,11 @@ def _with_hept(setting, attention=None, **options):
     return model
 
 # %% ../../nbs/hept/34_tracking.ipynb #34net004
+def of_network(options):
+    """What a network takes of the options of a row."""
+    return {name: value for name, value in options.items() if name not in ("floor", "seeds", "drawn", "rehash")}
+
+
 def in_turn(coord_dims, options):
     """Options of `HEPTModel`, with the layers of FlatFormer where the options of a row have its orders in turn."""
     options = dict(options)
@@ -239,8 +244,8 @@ def in_turn(coord_dims, options):
 
 def _rival(options):
     """A network of Table 1, from options as in `RIVALS`."""
-    options = {name: value for name, value in options.items() if name != "rehash"}
-    return (MessageNetwork if "layer" in options else HEPTModel)(15, 6, dropout=0.0, **in_turn(6, options))
+    options = in_turn(6, of_network(options))
+    return (MessageNetwork if "layer" in options else HEPTModel)(15, 6, dropout=0.0, **options)
 
 # %% ../../nbs/hept/34_tracking.ipynb #34net006
 class Standardise(nn.Module):
@@ -257,7 +262,7 @@ class Standardise(nn.Module):
 
 def network(row, setting, data):
     """The paper's network with the attention of a row, or one that passes messages."""
-    options = {k: v for k, v in ROWS[row].items() if k not in ("floor", "seeds", "drawn", "rehash")}
+    options = of_network(ROWS[row])
     if row.removesuffix(", drawn") in RIVALS:
         model = _rival(options)
     elif row in AFTER:

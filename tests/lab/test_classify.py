@@ -129,6 +129,8 @@ def test_a_floor_without_a_record_is_not_cleared(tmp_path):
     if made.short["network"]:
         assert clears["network"] == "no: " + ", ".join(made.short["network"])
     assert made.missing == ("no attention",) and made.below["network"][-1] == "no attention (no record)"
+    both = classify.experiment(found, "network", "constant", beside=beside)
+    assert both.missing == ("no attention",) and both.spared == {"network": [], "constant": ["no attention"]}
     assert made.verdict(100 * np.mean(found.means("network", "test")), tolerance=50).verdict == "undecided"
     weak = dataclasses.replace(found, found=[r for r in found.found if r["row"] in ("constant", "network")])
     assert classify.experiment(weak, "network").missing == ("random", "linear")

@@ -558,9 +558,20 @@ def test_a_floor_without_outcomes_is_cleared_by_nobody():
     assert made.below == {"a": ("no attention (no record)",), "b": ("no attention (no record)",)}
     decided = made.verdict(10, tolerance=8)
     assert decided.verdict == "undecided"
-    assert "a is not two standard errors above no attention (no record)" in decided.why
+    assert "; undecided without a record of no attention; " in decided.why and "above no attention" not in decided.why
     exempt = Experiment({"b": both["b"]}, floors | {"b": both["b"]}, missing=("no attention",))
     assert exempt.below == {} == Experiment(both, floors).below
+    spared = Experiment(both, floors, missing=("no attention",), spared={"b": ("no attention",)})
+    assert spared.below == {"a": ("no attention (no record)",)}
+
+
+def test_a_row_is_spared_a_floor_of_the_other():
+    both, floors = rows()
+    high = {"its own, without attention": both["a"], **floors}
+    assert Experiment(both, high).below.keys() == {"a", "b"}
+    spared = Experiment(both, high, spared={"b": ("its own, without attention",)})
+    assert spared.below == {"a": ("its own, without attention",)}
+    assert "a is not two standard errors above 'its own, without attention'; " in spared.verdict(10, tolerance=8).why
 
 
 def test_one_seed_decides_nothing():
