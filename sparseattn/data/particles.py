@@ -105,7 +105,7 @@ def toy_crossings(count: int, *, seed: int = 0, wanted: int = 48, soft: int = 55
 
     Args:
         count: how many. seed: number of the sample; crossing i of a seed is always the same.
-        wanted, soft: particles of either kind in a crossing; a few fall to the cuts of `make_particles`.
+        wanted, soft: particles of either kind in a crossing.
 
     Raises:
         ValueError: numbers out of range.

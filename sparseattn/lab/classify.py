@@ -268,8 +268,9 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
         beside: {row: trained rows that are floors for it}. part: of the test data.
 
     Returns:
-        A data frame: row, paper, ours, low, high, over, seeds, clears, steps, parameters. `clears` is "a floor", "no: "
-        and the floors that the row is not above, "rules only; no record of " and the floors that have none, or "yes".
+        A data frame: row, paper, ours, low, high, over, seeds, clears, steps, parameters. Limits of percents are cut off
+        at 0 and 100. `clears` is "a floor", "no: " and the floors that the row is not above, "rules only; no record of "
+        and the floors that have none, or "yes".
 
     Example:
         >>> accuracies(found, {"PAT": 91.7})    # doctest: +SKIP
@@ -278,10 +279,11 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
     lines = []
     for row in found.rows():
         made = experiment(found, row, beside=beside or {}, part=part)
-        ours, first = made.interval, found.first(row)
+        ours, first, ends = made.interval, found.first(row), (0, 100) if found.study.statistic is None else (-np.inf, np.inf)
+        low, high = np.clip((ours.low, ours.high), *ends)
         clears = "a floor" if first["kind"] == "floor" else _standing(made.short[row], made.missing)
-        lines.append({"row": row, "paper": (paper or {}).get(row, np.nan), "ours": ours.value, "low": ours.low,
-                      "high": ours.high, "over": ours.over, "seeds": len(found.of(row)), "clears": clears}
+        lines.append({"row": row, "paper": (paper or {}).get(row, np.nan), "ours": ours.value, "low": low,
+                      "high": high, "over": ours.over, "seeds": len(found.of(row)), "clears": clears}
                      | {name: first.get(name) for name in ("steps", "parameters")})
     columns = ["row", "paper", "ours", "low", "high", "over", "seeds", "clears", "steps", "parameters"]
     return pd.DataFrame(lines, columns=columns)

@@ -346,7 +346,7 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
         2. the interval lies within the tolerance around the paper's value: reproduced
         3. of a difference: it lies on the paper's side of zero: partly
         4. it holds no value within the tolerance: not reproduced
-        5. it holds the paper's value and its contrary: undecided
+        5. it holds values that agree with the paper, and others: undecided
 
     Args:
         paper: its value; None where it gives a direction only (line 2: on its side, at least `tolerance` from zero).
@@ -383,10 +383,9 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
         return Decision("reproduced", numbers)
     if side and low > 0:
         return Decision("partly", f"{numbers}; {_by_direction(paper, printed)}")
-    expected = _expected(paper, tolerance, printed)
     if high < near or far < low or (side and high <= 0):
-        return Decision("not reproduced", f"{numbers}; the interval leaves out {expected}")
-    return Decision("undecided", f"{numbers}; the interval holds {expected} and its contrary; {unseen}")
+        return Decision("not reproduced", f"{numbers}; the interval leaves out {_expected(paper, tolerance, printed)}")
+    return Decision("undecided", f"{numbers}; the interval holds values that agree and others; {unseen}")
 
 # %% ../../nbs/lab/82_decide.ipynb #b4c40683
 def _within(paper, tolerance, sign, difference):

@@ -446,7 +446,7 @@ def test_text_holds_the_numbers():
     found = verdict(3.0, around(1.5, 2.2, seeds=3, sd=0.4), tolerance=0.5)
     assert found.verdict == "undecided" and found.why == (
         "paper 3, ours 1.5 [-0.7, 3.7] (95 % over 3 seeds, sd 0.4), tolerance 0.5; "
-        "the interval holds the paper's value and its contrary; a difference under 2.2 could not have been seen"
+        "the interval holds values that agree and others; a difference under 2.2 could not have been seen"
     )
     below = verdict(3.0, around(3, 0.1), {"PAT": ["1-NN", "linear"]}, tolerance=1)
     assert "; PAT is not two standard errors above 1-NN, linear; a difference under 0.1" in below.why
