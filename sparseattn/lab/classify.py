@@ -276,10 +276,10 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
         >>> accuracies(found, {"PAT": 91.7})    # doctest: +SKIP
     """
     import pandas as pd
-    lines = []
+    lines, ends = [], (0, 100) if found.study.statistic is None else (-np.inf, np.inf)
     for row in found.rows():
         made = experiment(found, row, beside=beside or {}, part=part)
-        ours, first, ends = made.interval, found.first(row), (0, 100) if found.study.statistic is None else (-np.inf, np.inf)
+        ours, first = made.interval, found.first(row)
         low, high = np.clip((ours.low, ours.high), *ends)
         clears = "a floor" if first["kind"] == "floor" else _standing(made.short[row], made.missing)
         lines.append({"row": row, "paper": (paper or {}).get(row, np.nan), "ours": ours.value, "low": low,
