@@ -268,9 +268,9 @@ def accuracies(found: Records, paper: dict | None = None, *, beside: dict | None
         beside: {row: trained rows that are floors for it}. part: of the test data.
 
     Returns:
-        A data frame: row, paper, ours, low, high, over, seeds, clears, steps, parameters. Limits of percents are cut off
-        at 0 and 100. `clears` is "a floor", "no: " and the floors that the row is not above, "rules only; no record of "
-        and the floors that have none, or "yes".
+        A data frame: row, paper, ours, low, high, over, seeds, clears, steps, parameters. Limits of percents are cut
+        off at 0 and 100. `clears` is "a floor", "no: " and the floors that the row is not above, "rules only; no record
+        of " and the floors that have none, or "yes".
 
     Example:
         >>> accuracies(found, {"PAT": 91.7})    # doctest: +SKIP
