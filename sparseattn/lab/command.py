@@ -270,7 +270,7 @@ def main(names: list[str], find: Callable[[str], Study], argv: list[str] | None 
 
     Example:
         >>> main(["toy"], lambda name: Study(name, "a study of seconds", {}, {}), [])
-        toy             a study of seconds
+        toy               a study of seconds
         0
     """
     parser = _parser(names)
