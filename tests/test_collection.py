@@ -625,6 +625,22 @@ def test_results_older_than_records_are_stale(collection):
     assert graph.changes(root, page, imports, run) == ["figures/toy/runs/cpu (2 records)"]
 
 
+def test_code_of_a_study_is_no_record(collection):
+    """A page depends on records of the studies it writes or imports where it exports nothing, not on their helpers'."""
+    root = collection.root
+    collection.write_study(one=("ok", [], 1, ""))
+    for name in ("helping", "read"):
+        (root / f"sparseattn/studies/{name}.py").write_text(f'HELP = "{name}"\n')
+    collection.write("hept/35_helped", [
+        "#| default_exp studies.helped", "#| export\nfrom sparseattn.studies.helping import HELP",
+        "from sparseattn.studies import read"])
+    (root / "sparseattn/studies/helped.py").write_text("from .helping import HELP\n")
+    page, imports = graph.find_notebooks(root)["hept/35_helped"], graph.Imports(root)
+    assert imports.studies(page) == ["helped", "read"]
+    assert "sparseattn.studies.helping" in imports.of(page)
+    assert "read" in imports.words(page) and "helping" not in imports.words(page)
+
+
 def test_fingerprints_follow_names_of_attentions(collection):
     """Who finds attentions by name depends on the modules that register the names it writes."""
     package = collection.root / "sparseattn"

@@ -42,6 +42,7 @@ STALE = ("notebook", "changed since", "changed since, bookkeeping")  #: columns 
 UNKNOWN = "unknown: made before hashes were kept"
 REGISTRY = f"{PACKAGE}.core.transformer"  #: finds attentions by name
 STUDIES = f"{PACKAGE}.studies"  #: what is trained
+_EXPORTED = re.compile(r"^#\|\s*export", re.M)
 
 
 @dataclass(frozen=True)
@@ -178,13 +179,19 @@ class Imports:
         return found
 
     def words(self, notebook: Notebook) -> set[str]:
-        """Strings written in a notebook and in the studies it uses: names of data, for one."""
-        studies = {m for m in self.imported(notebook) if m.startswith(f"{STUDIES}.")}
+        """Strings written in a notebook and in the studies it reads: names of data, for one."""
+        shared = {m for m in self.imported(notebook) if m.startswith(f"{STUDIES}._")}
+        studies = shared | {f"{STUDIES}.{name}" for name in self.studies(notebook)}
+        self._close(set(studies))
         return set().union(*map(_strings, _parsed(notebook)), *(self._strings[m] for m in studies))
 
     def studies(self, notebook: Notebook) -> list[str]:
-        """Names of the studies whose records a notebook reads: it imports them, or is where they are written."""
-        modules = self.imported(notebook) | {notebook.module or ""}
+        """Names of the studies whose records a notebook reads: it writes them, or imports them where it exports nothing.
+
+        What an exported cell takes from another study is code, as is what a study takes from another.
+        """
+        read = (source for kind, _, source in notebook.cells if kind == "code" and not _EXPORTED.search(source))
+        modules = {name for source in read for name in self._names(_parse(source), PACKAGE)} | {notebook.module or ""}
         names = {m.removeprefix(f"{STUDIES}.") for m in modules if m.startswith(f"{STUDIES}.")}
         return sorted(name for name in names if not name.startswith("_"))  # those share what studies have in common
 
