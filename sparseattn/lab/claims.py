@@ -260,7 +260,7 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
 
     Args:
         paper: the value; None where the paper gives a direction only.
-        tolerance: named before the run, see `lab.decide.verdict`.
+        tolerance: to be named before the run, see `lab.decide.verdict`.
         experiment: a `lab.decide.Experiment`; its `decided_by` goes into the row.
         sign: the direction, 1 or -1, where `paper` is None.
         printed: does the paper print that value? None: it does, unless the claim is ours.
@@ -268,7 +268,7 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
         marks: origin, phrase, uses of the row.
 
     Returns:
-        The row; undecided ones name the floor that was not cleared and the smallest difference that could have been seen.
+        The row; undecided ones name the floor that was not cleared, and how small a found difference is within chance.
 
     Raises:
         ValueError: as `Claim` and `lab.decide.verdict`.

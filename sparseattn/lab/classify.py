@@ -250,7 +250,7 @@ def experiment(found: Records, *rows: str, beside: tuple | dict = (), part: str 
     floors = {row: of[row] for row in of if row in wanted}
     spared = {row: [floor for floor in trained if floor not in each.get(row, ())] for row in rows}
     return Experiment({row: of[row] for row in rows}, floors, statistic=found.study.statistic, missing=missing,
-                      spared=spared)
+                      spared=spared, planned=found.planned)
 
 
 # %% ../../nbs/lab/84_classify.ipynb #ba757337

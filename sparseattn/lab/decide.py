@@ -49,7 +49,7 @@ class Interval:
 
     @property
     def resolution(self) -> float:
-        """The smallest difference that this experiment could have seen: the longer half of the interval."""
+        """The longer half of the interval: what is found below it does not leave out zero."""
         return math.inf if self.over == "items only" else max(self.high - self.value, self.value - self.low)
 
     def __str__(self):
@@ -339,10 +339,11 @@ class Decision(NamedTuple):
 
 
 def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[str]] | None = None, *, tolerance: float,
-            sign: int = 0, difference: bool = True, once: Sequence[str] = (), printed: bool = True) -> Decision:
+            sign: int = 0, difference: bool = True, once: Sequence[str] = (), few: Mapping[str, str] | None = None,
+            printed: bool = True) -> Decision:
     """The verdict on a number of a paper. The first line that applies:
 
-        1. a row does not clear a floor, or was trained once: undecided
+        1. a row does not clear a floor, was trained once, or has fewer trainings than planned: undecided
         2. the interval lies within the tolerance around the paper's value: reproduced
         3. of a difference: it lies on the paper's side of zero: partly
         4. it holds no value within the tolerance: not reproduced
@@ -352,15 +353,15 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
         paper: its value; None where it gives a direction only (line 2: on its side, at least `tolerance` from zero).
         ours: the interval, in the paper's units.
         below: {row: floors that it does not clear}; only rows that fail one.
-        tolerance: named before the run; the edge counts as within.
+        tolerance: to be named before the run; the edge counts as within.
         sign: the direction, 1 or -1, where `paper` is None.
         difference: is it a difference, so that its sign means something? False for a level.
-        once: rows that were trained once, by name.
+        once: rows that were trained once, by name. few: {row: "2 of 3"} of rows with fewer trainings than planned.
         printed: does the paper give the value? False for one that we expected; the text then calls it so.
 
     Returns:
-        The verdict, and a text with all numbers; undecided ones name the smallest difference that could have been seen,
-        or what three trainings would see.
+        The verdict, and a text with all numbers; undecided ones say how small a found difference is within chance, or
+        what three trainings would see.
 
     Raises:
         ValueError: a tolerance that is negative, or reaches the zero of a difference; no direction.
@@ -379,6 +380,9 @@ def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[st
         return Decision("undecided", "; ".join([numbers, *_failed(below), unseen]))
     if ours.over == "items only":
         return Decision("undecided", f"{numbers}; {unseen}")
+    if few:
+        counts = (f"{named([row])} has {count} planned trainings" for row, count in few.items())
+        return Decision("undecided", "; ".join([numbers, *counts, unseen]))
     if near <= low and high <= far and (not side or low > 0):
         return Decision("reproduced", numbers)
     if side and low > 0:
@@ -426,14 +430,14 @@ def _failed(below):
 
 
 def _unseen(ours, once):
-    "What the experiment could not have seen."
+    "What the experiment cannot tell from chance."
     if ours.over != "items only":
-        return (f"a difference under {ours.resolution:.3g} could not have been seen" if math.isfinite(ours.resolution)
+        return (f"a difference found below {ours.resolution:.3g} is within chance" if math.isfinite(ours.resolution)
                 else "nothing tells how it scatters")
     half = max(ours.high - ours.value, ours.value - ours.low)
     return (f"{' and '.join(once) or 'a row'} {'were' if len(once) > 1 else 'was'} trained once: differences under "
-            f"{half:.3g} are hidden already, and three trainings of each row would find "
-            f"{resolution(1.0, 3):.2g} times the sd of their differences")
+            f"{half:.3g} are hidden already, and three trainings of each row would find, in four of five runs, "
+            f"{resolution(1.0, 3):.2g} times the sd of their differences, test items apart")
 
 
 def _said(paper, sign, printed):
@@ -450,7 +454,7 @@ def _expected(paper, tolerance, printed):
 
 def _by_direction(paper, printed):
     if paper is None:
-        return "on the expected side, within the tolerance of 0"
+        return "on the expected side; a difference within the tolerance of 0 is not left out"
     return f"the direction is {'that of the paper' if printed else 'as expected'}, the value is not met"
 
 # %% ../../nbs/lab/82_decide.ipynb #65277117
@@ -466,6 +470,7 @@ class Experiment:
         decided_by: training, clock, statistics or exact.
         missing: names of floors that have no outcomes yet; no row clears them, and nothing is decided.
         spared: {row: floors that it need not clear}, as a rival need not clear the other network without its attention.
+        planned: {row: trainings that are planned}; with fewer of them nothing is decided.
 
     Numbers are in units of the outcomes: for percent, outcomes are 0 and 100.
 
@@ -487,6 +492,7 @@ class Experiment:
     decided_by: str = "training"
     missing: Sequence[str] = ()
     spared: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    planned: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         if len(self.rows) not in (1, 2):
@@ -520,6 +526,7 @@ class Experiment:
 
     def verdict(self, paper: float | None, *, tolerance: float, sign: int = 0, printed: bool = True) -> Decision:
         """The verdict on the paper's value, see `verdict`."""
-        once = [name for name, row in self.rows.items() if isinstance(row, Mapping) and len(row) == 1]
-        return verdict(paper, self.interval, self.below, tolerance=tolerance, sign=sign,
-                       difference=len(self.rows) == 2, once=once, printed=printed)
+        trained = {name: len(row) for name, row in self.rows.items() if isinstance(row, Mapping)}
+        few = {name: f"{n} of {self.planned[name]}" for name, n in trained.items() if n < self.planned.get(name, 0)}
+        return verdict(paper, self.interval, self.below, tolerance=tolerance, sign=sign, difference=len(self.rows) == 2,
+                       once=[name for name, n in trained.items() if n == 1], few=few, printed=printed)

@@ -183,6 +183,11 @@ class Study:
         place = SCALES.index(scale)
         return {name: values[place] for name, values in (RECIPE | self.settings).items()}
 
+    def planned(self, scale: str) -> dict[str, int]:
+        """Trainings (scorings, of a rule) of every row."""
+        usual = self.at(scale)["seeds"]
+        return {row: options.get("seeds", 1 if options.get("floor") else usual) for row, options in self.rows.items()}
+
 # %% ../../nbs/lab/80_study.ipynb #754070cb
 def _choice(name, value, known):
     if value not in known:
@@ -278,8 +283,7 @@ def units(study: Study, scale: str, *, rows: list[str] | None = None, seeds: lis
     wanted = {slug(row) for row in (study.rows if rows is None else rows)}
     for row in sorted(wanted):
         _choice("rows", row, [slug(known) for known in study.rows])
-    per_row = {row: options.get("seeds", 1 if options.get("floor") else study.at(scale)["seeds"])
-               for row, options in study.rows.items()}
+    per_row = study.planned(scale)
     if len({slug(row) for row in study.rows}) < len(study.rows):
         raise ValueError(f"rows of {study.name}: two have the same file name")
     for seed in seeds or []:
@@ -517,6 +521,11 @@ class Records:
     tried: list[dict]
     missing: list[str]
     waiting: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """Trainings of every row that the study plans at this scale."""
+        return self.study.planned(self.scale)
 
     def rows(self) -> list[str]:
         """Rows with at least one record, floors first where the study names them first."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.attention import check_count, checked_cloud, hide_masked
 from ..core.points import farthest_point_sampling, gather_points, knn
-from ..core.transformer import Layer, head_channels, make_attention
+from ..core.transformer import Layer, draws_of, head_channels, make_attention
 from .attention import SampledAttention
 
 # %% ../../nbs/sampled/52_models.ipynb #35f4fcee
@@ -109,10 +109,11 @@ class ShapeClassifier(nn.Module):
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False, **draw):
         """Logits `(b, classes)`; with `return_info` also a list of the layer's `AttentionInfo`.
 
-        `draw`: passed to the attention, e.g. `generator` or `order`.
+        `draw`: passed to the attention, e.g. `order`; a `generator` where it draws.
         """
         x, infos = self.embedding(points, features, mask), []
         if self.layer is not None:
+            draw |= draws_of(self.layer.attention, draw.pop("generator", None))
             found = self.layer(x, hide_masked(points, mask), mask, return_info, **draw)
             x = found[0] if return_info else found
             infos += [found[1]] if return_info else []
@@ -233,8 +234,9 @@ class Level(nn.Module):
         centres = gather_points(points, index)
         near = _neighbours(points, min(self.neighbours, points.shape[1]), centres, mask)
         x = _collected(self.collect, x, points, centres, near, kept) + self.embedding(centres, None, kept)
+        generator = draw.pop("generator", None)
         for layer in self.layers:
-            x = hide_masked(layer(x, centres, kept, **draw), kept)
+            x = hide_masked(layer(x, centres, kept, **draw, **draws_of(layer.attention, generator)), kept)
         return x, centres, kept
 
 # %% ../../nbs/sampled/52_models.ipynb #f8797835
@@ -276,7 +278,7 @@ class HierarchicalClassifier(nn.Module):
 
     def forward(self, points: Float[Tensor, "b n 3"], features: Float[Tensor, "b n f"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, **draw) -> Float[Tensor, "b c"]:
-        """Logits `(b, classes)`; `draw`: passed to every attention, e.g. `generator`; one source goes from layer to layer."""
+        """Logits `(b, classes)`; `draw`: passed to every attention; a `generator` to those that draw, one source from layer to layer."""
         x, points = self.embedding(points, features, mask), hide_masked(points, mask)
         for level in self.levels:
             x, points, mask = level(x, points, mask, **draw)

@@ -111,11 +111,11 @@ class SAMSAEncoder(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False, **draw):
         """Tokens `(b, n, c)`, 0 where masked; with `return_info` also a list of what each attention reports.
 
-        `draw`: passed to every attention, e.g. `generator`; one source goes from layer to layer.
+        `draw`: passed to every attention; a `generator` to those that draw, one source from layer to layer.
         """
-        x, infos = checked_cloud(x, None, mask, self.dim)[0], []
+        x, infos, generator = checked_cloud(x, None, mask, self.dim)[0], [], draw.pop("generator", None)
         for layer in self.layers:
-            found = layer(x, self.alpha, mask, return_info, **draw)
+            found = layer(x, self.alpha, mask, return_info, **draw, **draws_of(layer.attention, generator))
             x, info = found if return_info else (found, None)
             infos.append(info)
         return (x, infos) if return_info else x
@@ -464,7 +464,7 @@ class GraphNetwork(nn.Module):
         The generator goes on to every attention that draws, layer by layer.
         """
         x, mask = self.bridge(nodes, edge_features, edges, node_mask, edge_mask, noise, generator)
-        found = self.encoder(x, mask, return_info, **draws_of(self.encoder.layers[0].attention, generator))
+        found = self.encoder(x, mask, return_info, generator=generator)
         x, infos = found if return_info else (found, None)
         out = self.answer(_pooled(x, mask, self.pool))
         return (out, infos) if return_info else out

@@ -297,3 +297,14 @@ def test_refuses_another_dtype_than_the_weights():
                  lambda: ShapeClassifier(3, features=3)(points, points.double())):
         with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
             call()
+
+
+@pytest.mark.parametrize("attention", ["sampled", "dense"])
+def test_a_generator_goes_to_attentions_that_draw(attention):
+    points = torch.rand(2, 40, 3)
+    for network in (ShapeClassifier(5, attention=attention, dim=16, heads=2, head_dim=8, hidden=16),
+                    HierarchicalClassifier(5, attention=attention, levels=2)):
+        with torch.no_grad():
+            found = [network.eval()(points, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2]) == (attention == "dense")

@@ -345,3 +345,13 @@ def test_a_random_choice_stays_random_and_learns_no_scores():
     assert not set_inference(net, "top-k")(x).equal(net(x))
     for layer in sampling_layers(net):
         assert isinstance(layer.importance, EqualScores) and not layer.support_scores.requires_grad
+
+
+@pytest.mark.parametrize("attention", ["samsa", "dense"])
+def test_a_generator_goes_to_attentions_that_draw(attention):
+    encoder, x = SAMSAEncoder(16, 2, 4, attention=attention), torch.randn(2, 12, 16)
+    with torch.no_grad():
+        encoder.alpha.fill_(0.5)
+        found = [encoder(x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2]) == (attention == "dense")
