@@ -3966,6 +3966,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking.batches': ( 'hept/tracking.html#batches',
                                                                                       'sparseattn/studies/tracking.py'),
+                                             'sparseattn.studies.tracking.clouds_of': ( 'hept/tracking.html#clouds_of',
+                                                                                        'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking.compared': ( 'hept/tracking.html#compared',
                                                                                        'sparseattn/studies/tracking.py'),
                                              'sparseattn.studies.tracking.data': ( 'hept/tracking.html#data',
