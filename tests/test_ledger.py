@@ -477,3 +477,11 @@ def test_what_was_found_is_in_the_committed_ledger():
     cells = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))["cells"]
     printed = "".join("".join(o.get("text", "")) for cell in cells for o in cell.get("outputs", []))
     assert "not in this ledger: none\n" in printed
+
+
+def test_every_undecided_training_says_why():
+    """In words that the ledger knows: it counts as open what nothing but the interval held back."""
+    words = ("the interval holds values", "two standard errors", "trained once", "planned trainings", "without a record",
+             "run at scale", "nothing tells")
+    rows = [row for row in claims.read(ROOT / "figures/claims.csv") if row.decided == "training" and row.verdict == "undecided"]
+    assert rows and [row.id for row in rows if not any(word in row.evidence for word in words)] == []
