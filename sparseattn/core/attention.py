@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PRESENCE_RULES', 'check_values', 'has_values', 'transformed', 'sees_values', 'check_points', 'check_form',
-           'check_finite', 'check_mask', 'check_boolean', 'check_count', 'check_number', 'check_generator',
-           'check_choice', 'check_qkv', 'check_qkv_form', 'check_device', 'hide_masked', 'check_dtype', 'checked_cloud',
-           'checked_coords', 'attention_logits', 'dense_attention', 'check_scale', 'masked_softmax',
-           'composed_gradients', 'fused_attention', 'edge_attention', 'pattern_attention', 'uncompiled',
-           'edge_products', 'straight_through_presence', 'merge_attention', 'AttentionInfo']
+           'check_finite', 'check_mask', 'check_boolean', 'check_int64', 'check_count', 'check_number',
+           'check_generator', 'check_choice', 'check_qkv', 'check_qkv_form', 'check_device', 'hide_masked',
+           'check_dtype', 'checked_cloud', 'checked_coords', 'attention_logits', 'dense_attention', 'check_scale',
+           'masked_softmax', 'composed_gradients', 'fused_attention', 'edge_attention', 'pattern_attention',
+           'uncompiled', 'edge_products', 'straight_through_presence', 'merge_attention', 'AttentionInfo']
 
 # %% ../../nbs/core/00_attention.ipynb #667045bb
 import functools
@@ -176,6 +176,19 @@ def check_boolean(name: str, x: Tensor, shape: Sequence[int] | None = None) -> N
         return
     if x.dim() > len(shape) or any(a not in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{name} must broadcast to shape {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def check_int64(name: str, x: Tensor) -> None:
+    """Refuse what is not a tensor of int64.
+
+    Raises:
+        TypeError: it is not.
+
+    Example:
+        >>> check_int64("order", torch.arange(3))
+    """
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        raise TypeError(f"{name} must be an int64 tensor, got {_kind(x)}")
 
 # %% ../../nbs/core/00_attention.ipynb #spl00002
 def check_count(name: str, value: int, least: int = 1) -> None:
@@ -437,7 +450,7 @@ def dense_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
     """
     check_qkv(q, k, v, mask)
     check_scale(scale)
-    _check_pattern(pattern, (*q.shape[:3], k.shape[2]))
+    _check_pattern(pattern, q, k)
     low = q.dtype in (torch.float16, torch.bfloat16)
     dtype, (q, k, v) = q.dtype, (_real(x.float() if low else x, mask) for x in (q, k, v))
     weights = masked_softmax(attention_logits(q, k, kernel=kernel, scale=scale), _allowed(mask, pattern, q, k))
@@ -457,14 +470,10 @@ def check_scale(scale: float | None) -> None:
         check_number("scale", scale)
 
 
-def _check_pattern(pattern, pairs):
-    if pattern is None:
-        return
-    check_boolean("pattern", pattern)
-    if pattern.dim() > 4 or any(s not in (1, full)
-                                for s, full in zip(pattern.shape[::-1], pairs[::-1], strict=False)):
-        raise ValueError(f"pattern must broadcast to shape {pairs} (batch, heads, queries, keys), "
-                         f"got {tuple(pattern.shape)}")
+def _check_pattern(pattern, q, k):
+    "One that broadcasts to (batch, heads, queries, keys), or None."
+    if pattern is not None:
+        check_boolean("pattern", pattern, (*q.shape[:3], k.shape[2]))
 
 
 def _allowed(mask, pattern, q, k):
@@ -650,8 +659,7 @@ _TWICE = "edges: each (head, query, key) may be there once, found one twice"
 
 
 def _check_edges(edges, graphs, n, m, name="edges"):
-    if not isinstance(edges, Tensor) or edges.dtype != torch.int64:
-        raise TypeError(f"{name} must be an int64 tensor, got {_kind(edges)}")
+    check_int64(name, edges)
     if edges.dim() != 2 or len(edges) != 3:
         raise ValueError(f"{name} must have shape (3, number of edges), got {tuple(edges.shape)}")
     if not edges.shape[1] or not sees_values(edges, memory=True):
@@ -768,7 +776,7 @@ def pattern_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], 
     check_choice("rule", rule, PRESENCE_RULES)
     check_scale(scale)
     check_boolean("pattern", pattern)
-    _check_pattern(pattern, (*q.shape[:3], k.shape[2]))
+    _check_pattern(pattern, q, k)
     if (candidates is None) != (absence is None):
         raise ValueError("candidates and absence come together, got one of them")
     for name, x in (("presence", presence), ("absence", absence)):

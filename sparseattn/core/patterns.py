@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from .attention import check_count
+from .attention import check_count, check_int64
 
 # %% ../../nbs/core/01_patterns.ipynb #d490dff3
 def check_pattern(name: str, pattern: Tensor, square: bool = False) -> None:
@@ -220,8 +220,7 @@ def edges_to_pattern(edges: Int[Tensor, "3 e"], shape: Sequence[int]) -> Bool[Te
         >>> edges_to_pattern(torch.tensor([[0], [1], [0]]), (2, 2)).int().tolist()
         [[0, 0], [1, 0]]
     """
-    if not isinstance(edges, Tensor) or edges.dtype != torch.int64:
-        raise TypeError(f"edges must be an int64 tensor, got {getattr(edges, 'dtype', type(edges).__name__)}")
+    check_int64("edges", edges)
     if edges.dim() != 2 or edges.shape[0] != 3:
         raise ValueError(f"edges must have shape (3, number of edges), got {tuple(edges.shape)}")
     if not isinstance(shape, Sequence):

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .attention import check_count, check_form, check_generator, check_number, sees_values
+from .attention import check_count, check_form, check_generator, check_int64, check_number, sees_values
 
 # %% ../../nbs/core/03_relaxation.ipynb #b8be96c7
 def _inverse_cdf(k):
@@ -144,8 +144,7 @@ def plackett_luce(scores: Float[Tensor, "*shape n"], order: Int[Tensor, "*shape 
         tensor(0.1667)
     """
     check_scores("scores", scores, -1)
-    if not isinstance(order, Tensor) or order.dtype != torch.int64:
-        raise TypeError(f"order must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
+    check_int64("order", order)
     if order.dim() < 1 or order.shape[:-1] != scores.shape[:-1]:
         raise ValueError(f"order must have shape {(*scores.shape[:-1], 'k')}, got {tuple(order.shape)}")
     if order.numel() and sees_values(order, memory=True) and not (order.min() >= 0 and order.max() < scores.shape[-1]):
