@@ -17,13 +17,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .sets import nearest
-from .transformers import _draw_again, orthogonal_features, performer_attention
-from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_generator,
-                                       check_finite, check_points, check_qkv, check_scale, checked_cloud,
-                                       checked_coords, fused_attention, hide_masked, masked_softmax, sees_values,
-                                       uncompiled)
+from .transformers import (_by_features, _checked_features, _draw_again, _draw_features, _exponents,
+                                               _finished, _Heads, _hide, _info, _over_total, _prepared, _split,
+                                               _with_ones, orthogonal_features, performer_attention)
+from ..core.attention import (attention_logits, check_choice, check_count, check_finite, check_generator,
+                                       check_int64, check_scale, checked_cloud, checked_coords, fused_attention,
+                                       hide_masked, masked_softmax, sees_values, uncompiled)
 from ..core.kernels import CoordinateDecay, _summed, append_coordinates
-from ..core.points import gather_points
+from ..core.points import gather_points, invert, take_rows
 from ..core.transformer import _place_code, head_channels, register_attention
 
 # %% ../../nbs/baselines/38_clouds.ipynb #593f3e10
@@ -33,11 +34,6 @@ def _real_first(order, mask):
         return order
     hidden = ~mask[:, None, None].expand_as(order).gather(-1, order)
     return order.gather(-1, hidden.byte().argsort(dim=-1, stable=True))
-
-
-def _inverse(order):
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
 
 
 def cluster_counts(order_q: Int[Tensor, "b h t n"], order_k: Int[Tensor, "b h t n"], size: int,
@@ -54,7 +50,7 @@ def cluster_counts(order_q: Int[Tensor, "b h t n"], order_k: Int[Tensor, "b h t 
         >>> cluster_counts(order, order.flip(-1), 2)[0, 0, 0]
         tensor([0, 0, 1, 1])
     """
-    of_q, of_k = (_inverse(_real_first(order, mask)) // size for order in (order_q, order_k))
+    of_q, of_k = (invert(_real_first(order, mask)) // size for order in (order_q, order_k))
     same = of_q[..., :, None] == of_k[..., None, :]
     return (same if mask is None else same & mask[:, None, None, :, None] & mask[:, None, None, None, :]).sum(2)
 
@@ -63,7 +59,7 @@ def _slots(order, size, mask):
     "Points in clusters, (b, h, t, clusters, size), n for none; and the slot of every point, (b, h, t, n)."
     n = order.shape[-1]
     order = _real_first(order, mask)
-    place = _inverse(order)
+    place = invert(order)
     if mask is not None:
         order = order.masked_fill(~mask[:, None, None].expand_as(order).gather(-1, order), n)
     slots = nn.functional.pad(order, (0, -n % size), value=n).unflatten(-1, (-1, size))
@@ -71,21 +67,14 @@ def _slots(order, size, mask):
     return slots, place + table[:, None]
 
 
-def _rows(x, index):
-    "Rows of x (b, h, m, d) by an index (b, h, ...)."
-    b, h, m, d = x.shape
-    start = m * torch.arange(b * h, device=x.device).view(b, h, *[1] * (index.dim() - 2))
-    return x.reshape(-1, d).index_select(0, (index + start).flatten()).view(*index.shape, d)
-
-
 def _clustered(x, slots):
     "Points in clusters, zeros in empty slots."
-    return _rows(nn.functional.pad(x, (0, 0, 0, 1)), slots)
+    return take_rows(nn.functional.pad(x, (0, 0, 0, 1)), slots)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #2f54d78f
 def _over_tables(x, place):
     "What clusters found, (b, h, t, clusters, size, e), for every point: (b, h, t, n, e)."
-    return _rows(x.flatten(2, 4), place)
+    return take_rows(x.flatten(2, 4), place)
 
 
 def _exp(x):
@@ -105,10 +94,9 @@ def _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale):
         return _over_tables(out.view(*slot_q.shape, -1), place)[:, :, 0]
     scores = (q * scale @ k.mT).masked_fill_(~there, -math.inf)
     top = scores.detach().amax(-1, keepdim=True).nan_to_num(neginf=0)
-    out = _exp(scores.sub_(top)) @ nn.functional.pad(v, (0, 1), value=1)
+    out = _exp(scores.sub_(top)) @ _with_ones(v)
     out, top = _over_tables(out, place), _over_tables(top, place)
-    out = (out * (top - top.amax(2, keepdim=True)).exp()).sum(2)
-    return out[..., :-1] / out[..., -1:].masked_fill(out[..., -1:] == 0, 1)
+    return _over_total((out * (top - top.amax(2, keepdim=True)).exp()).sum(2))
 
 # %% ../../nbs/baselines/38_clouds.ipynb #1fe98d35
 def clustered_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -136,7 +124,8 @@ def clustered_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         >>> clustered_attention(x, x, x, order, order, size=5).shape
         torch.Size([1, 2, 10, 4])
     """
-    (q, k, v), dtype = _prepared(q, k, v, mask, size, impl, order_q, order_k), q.dtype
+    (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
+    _check_clusters(q, order_q, order_k, size, impl)
     check_scale(scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if impl == "reference":
@@ -144,37 +133,27 @@ def clustered_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         out = masked_softmax(attention_logits(q, k, scale=scale) + count.clamp(min=1).log(), count > 0) @ v
     else:
         out = _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale)
-    return _hide(out, mask).to(dtype)
+    return _finished(out, mask, dtype)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #37155d25
-def _hide(x, mask):
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
-
-
-def _prepared(q, k, v, mask, size, impl, *orders):
-    "Checked q, k, v in float32 or better, masked points 0."
-    check_qkv(q, k, v, mask)
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must have the same points, got {q.shape[2]} and {k.shape[2]}")
+def _check_clusters(q, order_q, order_k, size, impl):
     check_count("size", size)
     check_choice("impl", impl, ("fast", "reference"))
-    for name, order in zip(("order_q", "order_k"), orders, strict=False):
-        if not isinstance(order, Tensor) or order.dtype != torch.int64:
-            raise TypeError(f"{name} must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
+    for name, order in (("order_q", order_q), ("order_k", order_k)):
+        check_int64(name, order)
         if order.dim() != 4 or (*order.shape[:2], order.shape[3]) != tuple(q.shape[:3]) or not order.shape[2]:
             raise ValueError(f"{name} must have shape {(*q.shape[:2], 'tables', q.shape[2])}, got {tuple(order.shape)}")
         if sees_values(order) and not _permutes(order):
             raise ValueError(f"{name} must hold every point once in each table")
-    if orders and orders[0].shape != orders[1].shape:
-        raise ValueError(f"order_q and order_k must have one shape, got {tuple(orders[0].shape)} "
-                         f"and {tuple(orders[1].shape)}")
-    return [_hide(x.to(torch.promote_types(x.dtype, torch.float32)), mask) for x in (q, k, v)]
+    if order_q.shape != order_k.shape:
+        raise ValueError(f"order_q and order_k must have one shape, got {tuple(order_q.shape)} "
+                         f"and {tuple(order_k.shape)}")
 
 
 def _permutes(order):
     n = order.shape[-1]
     inside = bool((order >= 0).all() and (order < n).all())
-    return inside and _inverse(order).gather(-1, order).equal(torch.arange(n, device=order.device).expand_as(order))
+    return inside and invert(order).gather(-1, order).equal(torch.arange(n, device=order.device).expand_as(order))
 
 # %% ../../nbs/baselines/38_clouds.ipynb #216e4967
 def lifted(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]):
@@ -227,17 +206,14 @@ def _centred(coords, mask):
     return hide_masked(coords - coords.sum(1, keepdim=True) / real, mask)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #549bd3fa
-class _PointAttention(nn.Module):
-    "Projections, kernel and info around attention that may know places."
+class _PointAttention(_Heads):
+    "Kernel and info around attention that may know places."
 
     def __init__(self, dim, heads, head_dim, kernel="softmax", coord_dims=0, decay="direct"):
-        super().__init__()
         check_choice("kernel", kernel, ("softmax", "hept"))
         check_count("coord_dims", coord_dims, 1 if kernel == "hept" else 0)
-        self.heads, self.head_dim, self.kernel = heads, head_channels(dim, heads, head_dim), kernel
-        self.coord_dims = coord_dims
-        self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
-        self.out = nn.Linear(heads * self.head_dim, dim)
+        super().__init__(dim, heads, head_dim)
+        self.kernel, self.coord_dims = kernel, coord_dims
         self.decay = CoordinateDecay(heads, coord_dims, decay, self.head_dim) if kernel == "hept" else None
         self.width = self.head_dim + (coord_dims if kernel == "hept" else 0)
 
@@ -260,7 +236,7 @@ class _PointAttention(nn.Module):
         """
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims, self.query.weight)
         read = x if place is None else x + place
-        q, k, v = (f(part).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        q, k, v = (_split(f(part), self.heads)
                    for f, part in ((self.query, read), (self.key, read), (self.value, x)))
         with torch.autocast(x.device.type, enabled=False):
             q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
@@ -269,7 +245,7 @@ class _PointAttention(nn.Module):
                 q, k = (append_coordinates(part, coords, self.decay()) for part in (q, k))
             heads = self._attend(q, k, v, coords, mask).to(x.dtype)
         out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
-        return (out, self._info(x, mask)) if return_info else out
+        return (out, _info(x, mask, self.heads, self._weights, self._flops)) if return_info else out
 
     def _scores(self, q, k):
         "Queries, keys and scale of the softmax that the kernel is."
@@ -279,11 +255,8 @@ class _PointAttention(nn.Module):
         check_finite("the square of x or coords", k)
         return q, k, 1.0
 
-    def _info(self, x, mask):
-        points = [x.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
-        nnz, pairs = self.heads * sum(map(self._weights, points)), self.heads * sum(n * n for n in points)
-        flops = self.heads * sum(map(self._flops, points))
-        return AttentionInfo(None, nnz, nnz / max(1, pairs), flops)
+    def _weights(self, n):
+        return 0
 
 # %% ../../nbs/baselines/38_clouds.ipynb #c20444f3
 def _in_clusters(n, size):
@@ -394,18 +367,16 @@ def scatterbrain_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n 
         >>> scatterbrain_attention(x, x, x, order, order, features=torch.randn(1, 8, 4), size=5).shape
         torch.Size([1, 2, 10, 4])
     """
-    (q, k, v), dtype = _prepared(q, k, v, mask, size, impl, order_q, order_k), q.dtype
-    check_points("features", features, 3)
-    if features.shape[0] not in (1, q.shape[1]) or features.shape[2] != q.shape[3]:
-        raise ValueError(f"features must have shape ({q.shape[1]} or 1 heads, any, {q.shape[3]} channels), "
-                         f"got {tuple(features.shape)}")
-    q, k, features = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25, features.to(q)
+    (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
+    _check_clusters(q, order_q, order_k, size, impl)
+    features = _checked_features(features, q)
+    q, k = (x * x.shape[-1] ** -0.25 for x in (q, k))
     form = _scatterbrain_reference if impl == "reference" else _scatterbrain_fast
-    return _hide(form(q, k, v, order_q, order_k, features, size, mask), mask).to(dtype)
+    return _finished(form(q, k, v, order_q, order_k, features, size, mask), mask, dtype)
 
 
 def _scatterbrain_reference(q, k, v, order_q, order_k, features, size, mask):
-    to_q, to_k = (x @ features.mT - x.square().sum(-1, keepdim=True) / 2 for x in (q, k))
+    to_q, to_k = (_exponents(x, features) for x in (q, k))
     rank = torch.logsumexp(to_q[:, :, :, None] + to_k[:, :, None], -1) - math.log(features.shape[1])
     logits = torch.where(cluster_counts(order_q, order_k, size, mask) > 0, q @ k.mT, rank)
     return masked_softmax(logits, None if mask is None else mask[:, None, None].expand_as(logits)) @ v
@@ -413,20 +384,16 @@ def _scatterbrain_reference(q, k, v, order_q, order_k, features, size, mask):
 # %% ../../nbs/baselines/38_clouds.ipynb #ecec0b25
 def _feature_factors(q, k, features, mask):
     "Positive features of queries and keys at most 1, and the logarithm of what was taken out of each query's."
-    to_k = _masked_low(k @ features.mT - k.square().sum(-1, keepdim=True) / 2, mask)
+    to_k = _hide(_exponents(k, features), mask, -math.inf)
     largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
-    to_q = q @ features.mT - q.square().sum(-1, keepdim=True) / 2 + largest
+    to_q = _exponents(q, features) + largest
     level = to_q.detach().amax(-1, keepdim=True)
     return _exp(to_q - level) / features.shape[1], _exp(to_k - largest), level
 
 
-def _masked_low(x, mask):
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], -math.inf)
-
-
 def _scatterbrain_fast(q, k, v, order_q, order_k, features, size, mask):
     (slot_q, place), (slot_k, place_k) = (_slots(order, size, mask) for order in (order_q, order_k))
-    v, (at_q, at_k, level) = nn.functional.pad(v, (0, 1), value=1), _feature_factors(q, k, features, mask)
+    v, (at_q, at_k, level) = _with_ones(v), _feature_factors(q, k, features, mask)
     there = (slot_k < order_k.shape[-1])[..., None, :]
     share = _meetings(slot_q, slot_k, place, place_k).to(q.dtype).reciprocal()
     scores = (_clustered(q, slot_q) @ _clustered(k, slot_k).mT).masked_fill(~there, -math.inf)
@@ -446,7 +413,7 @@ def _meetings(slot_q, slot_k, place_q, place_k):
     tables, clusters, size = slot_q.shape[2:]
     start = clusters * size * torch.arange(tables, device=slot_q.device)[:, None]
     in_q, in_k = (nn.functional.pad((place - start) // size, (0, 1), value=-1).mT for place in (place_q, place_k))
-    at_q, at_k = _rows(in_q, slot_q), _rows(in_k, slot_k)
+    at_q, at_k = take_rows(in_q, slot_q), take_rows(in_k, slot_k)
     return sum((at_q[..., :, None, t] == at_k[..., None, :, t]).to(torch.int16) for t in range(tables)).clamp(min=1)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #7a72fa36
@@ -475,8 +442,7 @@ class ScatterBrainAttention(SMYRFAttention):
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new directions and features."""
         super().redraw(generator)
-        heads, count, d = self.features.shape
-        self.features.copy_(orthogonal_features(count, d, heads=heads, generator=generator))
+        _draw_features(self.features, generator)
 
     def _attend(self, q, k, v, coords, mask):
         return scatterbrain_attention(q, k, v, *self._orders(q, k, mask), features=self.features, size=self.size,
@@ -583,9 +549,6 @@ class FLTAttention(_PointAttention):
         q, k = (torch.cat([x * self.head_dim**-0.25, near], -1) * unscaled for x in (q, k))
         return performer_attention(q, k, v, features=self.features, mask=mask)
 
-    def _weights(self, n):
-        return 0
-
     def _flops(self, n):
         count, d = self.features.shape[1:]
         return 4 * n * count * d + 4 * n * count * (self.head_dim + 1) + 2 * n * self.frequencies[0].numel()
@@ -612,19 +575,10 @@ def gaussian_performer(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"],
         >>> gaussian_performer(x, x, x, features=torch.randn(1, 16, 8)).shape
         torch.Size([2, 4, 10, 8])
     """
-    (q, k, v), dtype = _prepared(q, k, v, mask, 1, "fast"), q.dtype
-    check_points("features", features, 3)
-    if features.shape[0] not in (1, q.shape[1]) or features.shape[2] != q.shape[3]:
-        raise ValueError(f"features must have shape ({q.shape[1]} or 1 heads, any, {q.shape[3]} channels), "
-                         f"got {tuple(features.shape)}")
-    features = features.to(q)
-    to_k = _masked_low(k @ features.mT - k.square().sum(-1, keepdim=True), mask)
-    largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
-    to_q = (q @ features.mT).add_(largest)
-    sums = _exp(to_k.sub_(largest)).mT @ nn.functional.pad(v, (0, 1), value=1)
-    out = _exp(to_q.sub_(to_q.detach().amax(-1, keepdim=True))) @ sums
-    total = out[..., -1:]
-    return _hide(out[..., :-1] / total.masked_fill(total == 0, 1), mask).to(dtype)
+    (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
+    features = _checked_features(features, q)
+    to_k = k @ features.mT - k.square().sum(-1, keepdim=True)
+    return _finished(_by_features(q @ features.mT, to_k, v, mask, _exp), mask, dtype)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #862ee471
 @register_attention("performer_k")
@@ -654,14 +608,10 @@ class PerformerKernelAttention(_PointAttention):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new features."""
-        heads, count, d = self.features.shape
-        self.features.copy_(orthogonal_features(count, d, heads=heads, generator=generator))
+        _draw_features(self.features, generator)
 
     def _attend(self, q, k, v, coords, mask):
         return gaussian_performer(q, k, v, features=self.features, mask=mask)
-
-    def _weights(self, n):
-        return 0
 
     def _flops(self, n):
         count, d = self.features.shape[1:]
@@ -699,7 +649,7 @@ def window_order(coords: Float[Tensor, "b n c"], slices: int, *, second: bool = 
     cell = _cells(plane, cells, mask) + (width // 2 if shift else 0)
     window, inside = cell // width, cell % width
     order = _sorted_by([plane[..., 1], plane[..., 0], _snake(window, inside, cells // width + 2, width)])
-    return order if mask is None else order.gather(1, (~mask).gather(1, order).byte().argsort(dim=1, stable=True))
+    return _real_first(order[:, None, None], mask)[:, 0, 0]
 
 # %% ../../nbs/baselines/38_clouds.ipynb #ef60fdf6
 def _cells(plane, cells, mask):
@@ -935,10 +885,8 @@ class PointTransformerAttention(nn.Module):
         delta = self.place((coords[:, :, None] - gather_points(coords, index)).to(x.dtype))
         q, k, v = self.query(x), self.key(x), self.value(x)
         out = hide_masked(self.out(vector_attention(q, k, v, delta, index, there, self.score)), mask)
-        return (out, self._info(x, mask)) if return_info else out
+        work = 2 * x.shape[2] * (self.coord_dims + 3 * x.shape[2] + 2)      # of a pair
+        return (out, _info(x, mask, 1, self._weights, lambda n: work * self._weights(n))) if return_info else out
 
-    def _info(self, x, mask):
-        points = [x.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
-        nnz, dim = sum(n * min(n, self.k) for n in points), x.shape[2]
-        flops = 2 * nnz * dim * (self.coord_dims + 3 * dim + 2)
-        return AttentionInfo(None, nnz, nnz / max(1, sum(n * n for n in points)), flops)
+    def _weights(self, n):
+        return n * min(n, self.k)

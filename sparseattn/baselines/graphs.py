@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.attention import (check_choice, check_count, check_dtype, check_form, check_mask, check_number,
                                       check_points, hide_masked, uncompiled)
-from ..core.points import check_index, farthest_point_sampling, interpolate, knn, squared_distance
+from ..core.points import check_index, farthest_point_sampling, interpolate, knn, squared_distance, take_rows
 
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
 class _Norm(nn.BatchNorm1d):
@@ -370,20 +370,8 @@ def ball_query(points: Float[Tensor, "b n c"], radius: float, k: int, *, queries
         raise ValueError(f"radius must be positive, got {radius!r}")
     near = neighbours(points, k, queries=queries, mask=mask)
     with torch.no_grad():
-        away = squared_distance(queries.double()[:, :, None], _take(points, near).double())
+        away = squared_distance(queries.double()[:, :, None], take_rows(points, near).double())
         return torch.where(away < radius**2, near, near[..., :1])
-
-# %% ../../nbs/baselines/28_graphs.ipynb #e23af8ea
-def _flat(index, n):
-    "Numbers of rows in clouds of n points laid end to end."
-    start = n * torch.arange(len(index), device=index.device)
-    return index + start.view(-1, *[1] * (index.dim() - 1))
-
-
-def _take(x, index):
-    "Rows of x (b, n, c) by number (b, ...)."
-    rows = x.reshape(-1, x.shape[2]).index_select(0, _flat(index, x.shape[1]).reshape(-1))
-    return rows.view(*index.shape, x.shape[2])
 
 # %% ../../nbs/baselines/28_graphs.ipynb #ebe104d8
 class Level(NamedTuple):
@@ -446,9 +434,9 @@ class SetAbstraction(nn.Module):
         """The thinned cloud; centres that a small cloud does not have are masked."""
         points, x = _hidden("points", points, mask, 3), _hidden("x", x, mask, self.inputs)
         index, there = _farthest(points, self.centres, mask)
-        centres = _take(points, index)
+        centres = take_rows(points, index)
         near = ball_query(points, self.radius, self.neighbours, queries=centres, mask=mask)
-        rows = _take(torch.cat([points, x], -1), near)
+        rows = take_rows(torch.cat([points, x], -1), near)
         rows = torch.cat([rows[..., :3] - centres[:, :, None], rows[..., 3:]], -1)
         return Level(centres, hide_masked(self.layers(rows, there).amax(2), there), there, index, near)
 
@@ -587,17 +575,25 @@ def edge_features(x: Float[Tensor, "b n c"], index: Int[Tensor, "b n k"]) -> Flo
     check_form("x", x, 3)
     index = _checked_index(index, x)
     centre = x[:, :, None].expand(-1, -1, index.shape[2], -1)
-    return torch.cat([centre, _take(x, index) - centre], -1)
+    return torch.cat([centre, take_rows(x, index) - centre], -1)
 
 # %% ../../nbs/baselines/28_graphs.ipynb #0fa3c756
 def _nearby(x, index, mean):
     "Maximum, and mean if wanted, of the rows of x (b, n, c) that each row of the index (b, n, k) names."
     if not (torch.is_grad_enabled() and x.requires_grad):
-        near = _take(x, index)
+        near = take_rows(x, index)
         return near.amax(2), near.mean(2) if mean else None
-    rows, table = _flat(index, x.shape[1]).flatten(0, 1), x.reshape(-1, x.shape[2])
-    found = [F.embedding_bag(rows, table, mode=mode).view(x.shape) for mode in ("max", "mean")[:1 + mean]]
+    found = [_bags(x, index, mode) for mode in ("max", "mean")[:1 + mean]]
     return found[0], found[1] if mean else None
+
+
+def _bags(x, index, mode, weight=None):
+    "Maxima, means or weighted sums of the rows of x (b, n, c) that each row of the index names, never stored."
+    if not index.shape[2]:
+        return torch.zeros_like(x)
+    rows = index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None, None]
+    weight = None if weight is None else weight.to(x.dtype).flatten(0, 1)
+    return F.embedding_bag(rows.flatten(0, 1), x.flatten(0, 1), mode=mode, per_sample_weights=weight).view_as(x)
 
 # %% ../../nbs/baselines/28_graphs.ipynb #9878206b
 def _shares(index, mask, dtype):
@@ -678,7 +674,7 @@ class EdgeConv(nn.Module):
         centre, other = F.linear(x, torch.cat([itself - difference, difference])).chunk(2, -1)
         if not rest:
             return hide_masked(_edges_pulled(first, centre, other, index, mask), mask)
-        h = first.finish(centre[:, :, None] + _take(other, index), mask)
+        h = first.finish(centre[:, :, None] + take_rows(other, index), mask)
         for layer in rest:
             h = layer(h, mask)
         return hide_masked(h.amax(2), mask)

@@ -7,10 +7,10 @@ __all__ = ['near_others', 'GCNLayer', 'DynamicEdgeLayer', 'GravNetLayer', 'Gated
 
 # %% ../../nbs/baselines/39_messages.ipynb #6b3def7e
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from .graphs import _bags
 from .sets import nearest
 from ..core.attention import check_choice, check_count, check_number, checked_cloud, hide_masked, uncompiled
 from ..core.points import gather_points
@@ -47,15 +47,6 @@ def _squared_distances(places, index):
     return (gather_points(places, index) - places[:, :, None]).square().sum(-1)
 
 
-def _weighted_sum(weight, x, index):
-    "The sum over the list of weight_ij x_j; the products are never stored."
-    if not index.shape[2]:
-        return torch.zeros_like(x)
-    rows = index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None, None]
-    weight = weight.to(x.dtype).flatten(0, 1)
-    return F.embedding_bag(rows.flatten(0, 1), x.flatten(0, 1), per_sample_weights=weight, mode="sum").view_as(x)
-
-
 def _mean(messages, there):
     "Mean over the list, 0 where nobody is there."
     total = (messages * there[..., None]).sum(2)
@@ -85,7 +76,7 @@ class GCNLayer(nn.Module):
         weight = (-_squared_distances(coords, index) / self.log_width.exp()).exp().to(x.dtype) * there
         norm = (1 + weight.sum(-1, keepdim=True)).rsqrt()
         x = self.linear(x) * norm
-        return (_weighted_sum(weight, x, index) + x) * norm + self.bias
+        return (_bags(x, index, "sum", weight) + x) * norm + self.bias
 
 # %% ../../nbs/baselines/39_messages.ipynb #ea13c041
 class DynamicEdgeLayer(nn.Module):
@@ -189,7 +180,7 @@ class GatedLayer(nn.Module):
         at_edge = gather_points((x @ other)[..., None], index)[..., 0] + offset @ place + near * close
         gate = (at_point[..., None] + at_edge).sigmoid() * there
         total = gate.sum(-1, keepdim=True)
-        parts = [_weighted_sum(gate, x, index), total * x, total * whole, (gate[..., None] * offset).sum(2),
+        parts = [_bags(x, index, "sum", gate), total * x, total * whole, (gate[..., None] * offset).sum(2),
                  (gate * near).sum(-1, keepdim=True), total * count]
         heard = torch.cat(parts, -1) / there.sum(-1, keepdim=True).clamp(min=1)
         keep = self.keep(torch.cat([heard, x, whole, count.expand(-1, x.shape[1], -1)], -1)).sigmoid()

@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (
-    AttentionInfo, check_choice, check_count, check_finite, check_form, check_mask, check_number, check_points,
-    check_qkv_form, checked_cloud, edge_attention, fused_attention, hide_masked, uncompiled)
+from .transformers import _Heads, _hide, _info, _split
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form, check_int64,
+                                       check_mask, check_number, check_points, check_qkv_form, checked_cloud,
+                                       checked_coords, edge_attention, fused_attention, hide_masked, uncompiled)
 from ..core.points import farthest_point_sampling, knn
 from ..core.transformer import head_channels, register_attention
 
@@ -96,10 +97,6 @@ class MAB(nn.Module):
         return hide_masked(self.norm2(h + self.feed(h)), query_mask)
 
 # %% ../../nbs/baselines/27_sets.ipynb #ee9055ed
-def _split(x, heads):
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
 def _feed_forward(dim, hidden):
     return nn.Sequential(nn.Linear(dim, hidden or dim), nn.ReLU(), nn.Linear(hidden or dim, dim))
 
@@ -253,14 +250,6 @@ class SetTransformer(nn.Module):
             x = block(x)
         return self.out(self.dropout(x))
 
-# %% ../../nbs/baselines/27_sets.ipynb #b3f0de71
-def _info(pattern, weights, module, x, mask):
-    "What a module reports: weights of a head in a cloud of n points, a function of n, or their number in all clouds."
-    points = [x.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
-    nnz = module.heads * (weights if isinstance(weights, int) else sum(map(weights, points)))
-    return AttentionInfo(pattern, nnz, nnz / max(1, module.heads * sum(n * n for n in points)),
-                         4 * nnz * module.head_dim)
-
 # %% ../../nbs/baselines/27_sets.ipynb #e3428756
 @register_attention("inducing")
 class InducingAttention(nn.Module):
@@ -312,7 +301,8 @@ class InducingAttention(nn.Module):
         read = cross_attention(q * self.heads**-0.5, k, v).transpose(1, 2).flatten(2)
         out = hide_masked(self.out(read), mask)
         weights = 2 * self.points.shape[1]  # of a point in a head: it is read once and reads once
-        return (out, _info(None, lambda n: n * weights, self, x, mask)) if return_info else out
+        flops = 4 * weights * self.head_dim
+        return (out, _info(x, mask, self.heads, lambda n: weights * n, lambda n: flops * n)) if return_info else out
 
 # %% ../../nbs/baselines/27_sets.ipynb #ecdf2a9d
 def neighbour_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],
@@ -339,14 +329,12 @@ def neighbour_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
     """
     check_qkv_form(q, k, v, mask)
     _check_index(index, q)
-    if mask is not None:
-        q, k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (q, k, v))
+    q, k, v = (_hide(x, mask) for x in (q, k, v))
     return _on_edges(q, k, v, _listed(index, mask), impl)
 
 # %% ../../nbs/baselines/27_sets.ipynb #da3255b5
 def _check_index(index, q):
-    if not isinstance(index, Tensor) or index.dtype != torch.int64:
-        raise TypeError(f"index must be an int64 tensor, got {getattr(index, 'dtype', type(index).__name__)}")
+    check_int64("index", index)
     batch, points = q.shape[0], q.shape[2]
     if index.dim() != 3 or index.shape[:2] != (batch, points):
         raise ValueError(f"index must have shape ({batch}, {points}, any), got {tuple(index.shape)}")
@@ -373,14 +361,8 @@ def _on_edges(q, k, v, edges, impl="fast"):
     return edge_attention(*(x.transpose(0, 1) for x in (q, k, v)), every, impl=impl).transpose(0, 1)
 
 # %% ../../nbs/baselines/27_sets.ipynb #69245993
-class _Near(nn.Module):
-    "Projections, heads and info around attention on edges that the coordinates decide."
-
-    def __init__(self, dim, heads, head_dim):
-        super().__init__()
-        self.heads, self.head_dim = heads, head_channels(dim, heads, head_dim)
-        self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
-        self.out = nn.Linear(heads * self.head_dim, dim)
+class _Near(_Heads):
+    "Heads and info around attention on edges that the coordinates decide."
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
@@ -406,7 +388,8 @@ class _Near(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             read = _on_edges(q, k, v, edges)
         out = hide_masked(self.out(read.transpose(1, 2).flatten(2)), mask)
-        return (out, _info(edges, edges.shape[1], self, x, mask)) if return_info else out
+        nnz = self.heads * edges.shape[1]
+        return (out, _info(x, mask, self.heads, nnz, 4 * nnz * self.head_dim, edges)) if return_info else out
 
 # %% ../../nbs/baselines/27_sets.ipynb #7a9a76ba
 @register_attention("knn")
@@ -529,9 +512,7 @@ def thinned(coords: Float[Tensor, "b n k"], every: int, *, sample: str = "farthe
     """
     check_count("every", every)
     check_choice("sample", sample, ("farthest", "stride"))
-    check_form("coords", coords, 3)
-    check_mask(mask, *coords.shape[:2])
-    check_finite("coords", hide_masked(coords, mask))
+    checked_coords(coords, mask)
     real = torch.ones(coords.shape[:2], dtype=torch.bool, device=coords.device) if mask is None else mask
     if sample == "stride":
         return real & ((real.cumsum(1) - 1) % every == 0)
@@ -578,10 +559,7 @@ def _checked_windows(coords, window, large, mask):
     check_number("large", large)
     if not large >= window > 0:
         raise ValueError(f"window and large must be finite numbers with 0 < window <= large, got {window} and {large}")
-    check_form("coords", coords, 3)
-    check_mask(mask, *coords.shape[:2])
-    coords = hide_masked(coords.detach(), mask)
-    check_finite("coords", coords)
+    coords = checked_coords(coords, mask).detach()
     return coords.to(torch.promote_types(coords.dtype, torch.float32)), large
 
 # %% ../../nbs/baselines/27_sets.ipynb #dd845d8e

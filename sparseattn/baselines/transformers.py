@@ -17,23 +17,25 @@ from torch import Tensor, nn
 
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form, check_generator,
                                        check_points, check_qkv_form, checked_cloud, dense_attention, has_values,
-                                       masked_softmax, merge_attention)
+                                       hide_masked, masked_softmax, merge_attention)
+from ..core.points import invert, take_rows
 from ..core.transformer import attention_flops, head_channels, register_attention
 
 # %% ../../nbs/baselines/26_transformers.ipynb #acbbe536
 def _prepared(q, k, v, mask, name="q"):
     "Checked q, k, v in float32 or better, masked points 0; `name`: of the first."
     check_qkv_form(q, k, v, mask)
-    for key, x in {"k": k, "v": v, name: q}.items():
-        if q is not k or key != "k":
-            check_finite(key, _hide(x, mask) if x.shape[2] == k.shape[2] else x)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q and k must have the same points, got {q.shape[2]} and {k.shape[2]}")
-    return [_hide(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, mask) for x in (q, k, v)]
+    found = [_hide(x.to(torch.promote_types(x.dtype, torch.float32)), mask) for x in (q, k, v)]
+    for key, x in zip((name, "k", "v"), found, strict=True):
+        if q is not k or key != "k":
+            check_finite(key, x)
+    return found
 
 
-def _hide(x, mask):
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
+def _hide(x, mask, value=0):
+    return x if mask is None else x.masked_fill(~mask[:, None, :, None], value)
 
 
 def _finished(out, mask, dtype):
@@ -111,6 +113,12 @@ def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: boo
     length = torch.randn(heads, groups, dim, dim, generator=generator).norm(dim=-1, keepdim=True)
     return (basis.transpose(-1, -2) * length).flatten(1, 2)[:, :count]
 
+
+def _draw_features(features, generator, orthogonal=True):
+    "Fill directions with new ones, in place."
+    heads, count, d = features.shape
+    features.copy_(orthogonal_features(count, d, heads=heads, orthogonal=orthogonal, generator=generator))
+
 # %% ../../nbs/baselines/26_transformers.ipynb #5c09b8c4
 def performer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"], *,
                         features: Float[Tensor, "#h m d"],
@@ -134,22 +142,32 @@ def performer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         torch.Size([2, 4, 10, 8])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
+    features = _checked_features(features, q)
+    to_q, to_k = (_exponents(x * x.shape[-1] ** -0.25, features) for x in (q, k))
+    return _finished(_by_features(to_q, to_k, v, mask), mask, dtype)
+
+
+def _checked_features(features, q):
+    "Directions that fit the queries, in their dtype."
     check_points("features", features, 3)
     if features.shape[0] not in (1, q.shape[1]) or features.shape[2] != q.shape[3]:
         raise ValueError(f"features must have shape ({q.shape[1]} or 1 heads, any, {q.shape[3]} channels), "
                          f"got {tuple(features.shape)}")
-    to_k = _exponents(k, features)
-    to_k = to_k if mask is None else to_k.masked_fill_(~mask[:, None, :, None], -math.inf)
-    largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
-    sums = to_k.sub_(largest).exp_().transpose(-1, -2) @ _with_ones(v)
-    to_q = _exponents(q, features).add_(largest)
-    return _finished(_over_total(to_q.sub_(to_q.detach().amax(-1, keepdim=True)).exp_() @ sums), mask, dtype)
+    return features.to(q)
 
 
 def _exponents(x, features):
     "w.x - |x|^2 / 2 of every point and feature w; nothing else as large is made."
-    x = x * x.shape[-1] ** -0.25
-    return (x @ features.to(x).mT).add_(x.square().sum(-1, keepdim=True) / -2)
+    return (x @ features.mT).add_(x.square().sum(-1, keepdim=True) / -2)
+
+
+def _by_features(to_q, to_k, v, mask, exp=Tensor.exp_):
+    "Means of values by features whose exponents are given, and written over; `exp` works in place."
+    to_k = to_k if mask is None else to_k.masked_fill_(~mask[:, None, :, None], -math.inf)
+    largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
+    sums = exp(to_k.sub_(largest)).transpose(-1, -2) @ _with_ones(v)
+    to_q = to_q.add_(largest)
+    return _over_total(exp(to_q.sub_(to_q.detach().amax(-1, keepdim=True))) @ sums)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #90d65609
 def linformer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"], *,
@@ -356,7 +374,7 @@ def _hashed(qk, rotations, chunk, buckets, across_buckets, mask):
         if mask is not None:
             label = label.masked_fill(~mask[:, None, None, :], 2 * rotations.shape[-1])
         order = label.argsort(dim=-1, stable=True)
-        place = order.argsort(-1)
+        place = invert(order)
     return (torch.zeros_like(label) if across_buckets else label), place, order
 
 
@@ -421,14 +439,14 @@ def _rounds(q, k, v, code, place, order, chunk):
     "Attention of every round, (b, h, r, n, e), the logarithm of its total weight, and the number of weights."
     n, rounds = order.shape[-1], order.shape[2]
     slot = nn.functional.pad(order, (0, -n % chunk), value=n).unflatten(-1, (-1, chunk))
-    q, k, v = (_take(nn.functional.pad(x, (0, 0, 0, 1)), slot) for x in (q, k, v))
+    q, k, v = (take_rows(nn.functional.pad(x, (0, 0, 0, 1)), slot) for x in (q, k, v))
     bias, seen = _bias(code, slot, q.dtype)
     place_in = torch.arange(2 * chunk, device=q.device)
     scores = q * q.shape[-1] ** -0.5 @ _with_previous(k).transpose(-1, -2)
     scores = scores.masked_fill_(place_in[:chunk, None] + chunk == place_in, -1e5).add_(bias)  # a slot's own score
     out, log_weight = _softmax_means(scores, _with_previous(v))
     back = place + torch.arange(rounds, device=q.device)[:, None] * slot[0, 0, 0].numel()
-    out, log_weight = (_take(x.flatten(2, 4), back) for x in (out, log_weight))
+    out, log_weight = (take_rows(x.flatten(2, 4), back) for x in (out, log_weight))
     return out, log_weight[..., 0], seen
 
 
@@ -454,13 +472,6 @@ def _sees(code, slot):
     return at[..., :, None] - keys.masked_fill(keys < 0, -9)[..., None, :] >> 1 == 0
 
 # %% ../../nbs/baselines/26_transformers.ipynb #195c3e27
-def _take(x, index):
-    "Rows of x (b, h, n, d) by an index (b, h, ...)."
-    b, h, n, d = x.shape
-    start = n * torch.arange(b * h, device=x.device).view(b, h, *[1] * (index.dim() - 2))
-    return x.reshape(-1, d).index_select(0, (index + start).flatten()).view(*index.shape, d)
-
-
 def _with_previous(x, fill=0):
     "Chunks (b, h, r, c, m, ...) with the chunk before in front: (b, h, r, c, 2 m, ...)."
     before = torch.cat([torch.full_like(x[:, :, :, :1], fill), x[:, :, :, :-1]], 3)
@@ -503,7 +514,8 @@ def sliding_window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h 
     b, h, n, d = q.shape
     width = min(width, n)
     chunks = -(-n // width)
-    q, k, v = (nn.functional.pad(x.contiguous(), (0, 0, 0, chunks * width - n)).view(b, h, chunks, width, -1) for x in (q, k, v))
+    q, k, v = (nn.functional.pad(x.contiguous(), (0, 0, 0, chunks * width - n)).view(b, h, chunks, width, -1)
+               for x in (q, k, v))
     k, v = (nn.functional.pad(x, (0, 0, 0, 0, 1, 1)) for x in (k, v))
     k, v = (torch.cat([x[:, :, i:i + chunks] for i in range(3)], 3) for x in (k, v))
     place = torch.arange(chunks * width, device=q.device).view(chunks, width)
@@ -518,8 +530,8 @@ def sliding_window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h 
     return _finished((weights @ v).flatten(2, 3)[:, :, :n], mask, dtype)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #bcb9521d
-class _Baseline(nn.Module):
-    "Projections, heads and info around an attention function."
+class _Heads(nn.Module):
+    "Projections to queries, keys and values of heads, and back."
 
     def __init__(self, dim, heads, head_dim, tied=False):
         super().__init__()
@@ -529,8 +541,13 @@ class _Baseline(nn.Module):
         self.value = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.out = nn.Linear(heads * self.head_dim, dim)
 
-    def _split(self, x):
-        return x.view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+
+def _split(x, heads):
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class _Baseline(_Heads):
+    "Heads and info around an attention function."
 
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
@@ -549,19 +566,22 @@ class _Baseline(nn.Module):
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
         """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
-        q, v = self._split(self.query(x)), self._split(self.value(x))
-        k = q if self.key is None else self._split(self.key(x))
+        q, v = _split(self.query(x), self.heads), _split(self.value(x), self.heads)
+        k = q if self.key is None else _split(self.key(x), self.heads)
         with torch.autocast(x.device.type, enabled=False):
             heads, seen = self._attend(q, k, v, mask)
-        out = self.out(heads.transpose(1, 2).flatten(2))
-        out = out if mask is None else out.masked_fill(~mask[..., None], 0)
-        return (out, self._info(x, mask, seen)) if return_info else out
+        out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
+        return (out, _info(x, mask, self.heads, int(seen), self._flops)) if return_info else out
 
-    def _info(self, x, mask, seen):
-        points = [x.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
-        pairs = self.heads * sum(n * n for n in points)
-        flops = self.heads * sum(attention_flops(self.name, n, self.head_dim, **self._size()) for n in points if n)
-        return AttentionInfo(None, int(seen), int(seen) / max(1, pairs), flops)
+    def _flops(self, n):
+        return attention_flops(self.name, n, self.head_dim, **self._size()) if n else 0
+
+
+def _info(x, mask, heads, weights, flops, pattern=None):
+    "What a module reports; weights and flops: functions of the points of a cloud, for one head, or the number in all."
+    points = [x.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
+    nnz, flops = (heads * sum(map(f, points)) if callable(f) else f for f in (weights, flops))
+    return AttentionInfo(pattern, nnz, nnz / max(1, heads * sum(n * n for n in points)), flops)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #7633afc1
 @register_attention("linear")
@@ -621,9 +641,7 @@ class PerformerAttention(_Baseline):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new features."""
-        heads, count, d = self.features.shape
-        self.features.copy_(orthogonal_features(count, d, heads=heads, orthogonal=self.orthogonal,
-                                                generator=generator))
+        _draw_features(self.features, generator, self.orthogonal)
 
     def _attend(self, q, k, v, mask):
         return performer_attention(q, k, v, features=self.features, mask=mask), 0
