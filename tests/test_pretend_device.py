@@ -332,7 +332,7 @@ def pretrained():
 
 
 def graph():
-    sizes = dict(node_features=4, edge_features=3, dim=16, depth=1, heads=2, attention_options=dict(samples=4))
+    sizes = dict(node_features=4, edge_features=3, dim=16, depth=1, heads=2, samples=4)
     g = seeded()
     batch = {
         "nodes": torch.randn(2, 6, 4, generator=g),
@@ -370,11 +370,11 @@ NETWORKS = {
     "PAT, farthest": lambda: (pat.models.PATClassifier(4, sampling=("fps", "fps"), **THINNED), images()),
     "PAT, drawn": lambda: (pat.models.PATClassifier(4, sampling=("gss", "gss"), **THINNED), images()),
     "SAMSA, sequences": lambda: (
-        samsa.models.SequenceNetwork(9, 3, dim=16, depth=2, heads=2, drop_path=0.1, attention_options=dict(samples=4)),
+        samsa.models.SequenceNetwork(9, 3, dim=16, depth=2, heads=2, drop_path=0.1, samples=4),
         tokens(),
     ),
     "SAMSA, points": lambda: (
-        samsa.models.PointNetwork(3, dim=16, depth=2, heads=2, attention_options=dict(samples=4)),
+        samsa.models.PointNetwork(3, dim=16, depth=2, heads=2, samples=4),
         images(),
     ),
     "SAMSA, graphs": graph,

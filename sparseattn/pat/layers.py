@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_dtype, check_finite,
+from ..core.attention import (AttentionInfo, check_boolean, check_choice, check_count, check_dtype, check_finite,
                                        check_form, check_generator, check_mask, check_number, check_points,
                                        check_scale, checked_cloud, composed_gradients, fused_attention, hide_masked,
                                        masked_softmax, transformed, uncompiled)
-from ..core.points import gather_points, knn
-from ..core.relaxation import check_noise, check_tau, gumbel
+from ..core.points import gather_points, knn, take_rows
+from ..core.relaxation import check_tau, perturbed
 from ..core.transformer import DenseAttention, register_attention
 
 # %% ../../nbs/pat/60_layers.ipynb #a9f4deb4
@@ -195,10 +195,10 @@ def _check_norm(x, groups, over, mask, weight, bias, eps):
     check_number("eps", eps, 0)
     _check_groups("groups", groups, x.shape[-1])
     check_choice("over", over, _OVER)
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
-        raise TypeError(f"mask must be a boolean tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
-    if mask is not None and mask.shape != x.shape[:-1]:
-        raise ValueError(f"mask must have shape {tuple(x.shape[:-1])}, got {tuple(mask.shape)}")
+    if mask is not None:
+        check_boolean("mask", mask)
+        if mask.shape != x.shape[:-1]:
+            raise ValueError(f"mask must have shape {tuple(x.shape[:-1])}, got {tuple(mask.shape)}")
 
 # %% ../../nbs/pat/60_layers.ipynb #1b37fedc
 class SetGroupNorm(nn.Module):
@@ -290,12 +290,12 @@ class GroupAttention(nn.Module):
         """
         x, _ = checked_cloud(x, coords, mask, self.dim, weight=self.weight)
         out = _group_attention(x, self.weight, F.elu, self.scale, self.shuffle, mask, self.impl)
-        return (out, _info(x, self.weight, mask)) if return_info else out
+        return (out, _info(x, len(self.weight), mask)) if return_info else out
 
 # %% ../../nbs/pat/60_layers.ipynb #20bf7a39
-def _info(x, weight, mask):
+def _info(x, groups, mask):
     pairs = len(x) * x.shape[1] ** 2 if mask is None else int(mask.sum(1).square().sum())
-    return AttentionInfo(None, len(weight) * pairs, 1.0 if pairs else 0.0, 4 * pairs * x.shape[2])
+    return AttentionInfo(None, groups * pairs, 1.0 if pairs else 0.0, 4 * pairs * x.shape[2])
 
 # %% ../../nbs/pat/60_layers.ipynb #5663d229
 class GroupShuffleAttention(nn.Module):
@@ -583,22 +583,8 @@ class PositionEmbedding(nn.Module):
 # %% ../../nbs/pat/60_layers.ipynb #3782b5dd
 def _noisy_scores(x, weight, noise, generator, mask):
     "Scores with noise (b, m, n), in float32 for half precision; -inf for padding, but in a cloud of nothing else."
-    scores = weight @ x.mT
-    scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    if noise is None:
-        noise = gumbel(tuple(scores.shape), generator=generator, dtype=scores.dtype, device=scores.device)
-    check_noise(noise, scores.shape)
-    z = scores + noise
+    z = perturbed(weight @ x.mT, noise, generator)
     return z if mask is None else z.masked_fill((mask.any(1, keepdim=True) & ~mask)[:, None], -torch.inf)
-
-# %% ../../nbs/pat/60_layers.ipynb #4e7992f0
-def _numbered(x, index):
-    "Index (b, m) of rows of x (b, n, c) in the list of the rows of all clouds."
-    return (index + torch.arange(0, len(x) * x.shape[1], x.shape[1], device=x.device)[:, None]).flatten()
-
-
-def _take(x, index):
-    return x.flatten(0, 1).index_select(0, _numbered(x, index)).view(*index.shape, -1)
 
 # %% ../../nbs/pat/60_layers.ipynb #ad990acc
 def _as_matrix(soft, x, index):
@@ -613,7 +599,7 @@ class _ChosenRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, soft, x, index):
         ctx.save_for_backward(soft, x, index)
-        return _take(x, index)
+        return take_rows(x, index)
 
     @staticmethod
     def backward(ctx, grad):
@@ -621,8 +607,8 @@ class _ChosenRows(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *composed_gradients(partial(_as_matrix, index=index), (soft, x), grad), None
         to_soft = (grad @ x.mT).to(soft.dtype) if ctx.needs_input_grad[0] else None
-        rows = grad.new_zeros(len(x) * x.shape[1], x.shape[2])
-        rows.index_add_(0, _numbered(x, index), grad.flatten(0, 1))
+        number = index + torch.arange(0, len(x) * x.shape[1], x.shape[1], device=x.device)[:, None]
+        rows = grad.new_zeros(len(x) * x.shape[1], x.shape[2]).index_add_(0, number.flatten(), grad.flatten(0, 1))
         return to_soft, rows.view_as(x), None
 
 # %% ../../nbs/pat/60_layers.ipynb #680dccef
@@ -704,7 +690,7 @@ def gumbel_subset_sampling(x: Float[Tensor, "b n c"], weight: Float[Tensor, "m c
     if hard or return_index or not replace:
         index = z.detach().argmax(-1) if replace else uncompiled(_distinct)(z.detach())
     if hard and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        y = _take(x, index)
+        y = take_rows(x, index)
     else:
         soft = _soft_picks(z, tau, None if replace else index)
         choose = _as_matrix if transformed(soft, x) else _ChosenRows.apply

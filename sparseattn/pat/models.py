@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, checked_cloud, fused_attention,
+from ..core.attention import (check_choice, check_count, check_int64, checked_cloud, fused_attention,
                                        hide_masked, uncompiled)
 from ..core.points import farthest_point_sampling, gather_points
 from ..core.relaxation import check_tau
 from .layers import (GroupShuffleAttention, GumbelSubsetSampling, PointMLP, PositionEmbedding,
-                                   SetGroupNorm, channel_shuffle)
+                                   SetGroupNorm, _info, channel_shuffle)
 
 # %% ../../nbs/pat/61_models.ipynb #b9a89889
 class HeadShuffleAttention(nn.Module):
@@ -71,8 +71,7 @@ class HeadShuffleAttention(nn.Module):
         allowed = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
         out = fused_attention(own, own, F.elu(own), allowed).transpose(1, 2).flatten(2)
         out = self.norm(x + (channel_shuffle(out, self.heads) if self.shuffle else out), mask)
-        pairs = len(x) * x.shape[1] ** 2 if mask is None else int(mask.sum(1).square().sum())
-        return (out, AttentionInfo(None, self.heads * pairs, 1.0 if pairs else 0.0, 4 * pairs * self.dim)) if return_info else out
+        return (out, _info(x, self.heads, mask)) if return_info else out
 
 # %% ../../nbs/pat/61_models.ipynb #dbf30acb
 class PointEmbedding(nn.Module):
@@ -124,8 +123,11 @@ def _check_widths(dim, groups, norm_groups, **widths):
 class _Network(nn.Module):
     "Embedding, layers of attention and a network for each element."
 
-    def __init__(self, outputs, coords, features, dim, groups, depth, head, dropout, neighbours, hidden, last,
-                 embedding, attention, shuffle, norm, norm_groups):
+    def __init__(self, outputs: int, *, coords: int = 3, features: int = 0, dim: int = 1024, groups: int = 8,
+                 depth: int = 5, head: Sequence[int] = (512, 256), dropout: float = 0.5, neighbours: int = 32,
+                 hidden: tuple[int, ...] = (128, 128, 128), last: tuple[int, ...] = (128,),
+                 embedding: str = "position", attention: str = "group", shuffle: bool = True, norm: str = "cloud",
+                 norm_groups: int | None = None):
         super().__init__()
         for name, value in (("outputs", outputs), ("coords", coords), ("dim", dim), ("depth", depth)):
             check_count(name, value)
@@ -170,14 +172,6 @@ class PATSegmenter(_Network):
         torch.Size([2, 50, 13])
     """
 
-    def __init__(self, outputs: int, *, coords: int = 3, features: int = 0, dim: int = 1024, groups: int = 8,
-                 depth: int = 5, head: Sequence[int] = (512, 256), dropout: float = 0.5, neighbours: int = 32,
-                 hidden: tuple[int, ...] = (128, 128, 128), last: tuple[int, ...] = (128,),
-                 embedding: str = "position", attention: str = "group", shuffle: bool = True, norm: str = "cloud",
-                 norm_groups: int | None = None):
-        super().__init__(outputs, coords, features, dim, groups, depth, head, dropout, neighbours, hidden, last,
-                         embedding, attention, shuffle, norm, norm_groups)
-
     def forward(self, points: Float[Tensor, "b n d"], features: Float[Tensor, "b n f"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None,
                 generator: torch.Generator | None = None) -> Float[Tensor, "b n o"]:
@@ -215,8 +209,7 @@ class PATClassifier(_Network):
             many points it leaves. The paper's: (), ("fps", "fps", "fps") and ("fps", "gss", "gss") with (384, 128, 64).
         replace: see `GumbelSubsetSampling`.
         pooled: one row of logits from the maximum over the points.
-        coords, features, dim, groups, depth, head, dropout, neighbours, hidden, last, embedding, attention, shuffle,
-            norm, norm_groups: see `PATSegmenter`.
+        dim, depth, options: see `PATSegmenter`.
 
     Raises:
         ValueError: options out of range; clouds that do not fit, or with fewer real points than the first of `sizes`.
@@ -228,13 +221,8 @@ class PATClassifier(_Network):
     """
 
     def __init__(self, outputs: int, *, sampling: Sequence[str] = (), sizes: Sequence[int] = (), replace: bool = True,
-                 pooled: bool = False, coords: int = 3, features: int = 0, dim: int = 1024, groups: int = 8,
-                 depth: int = 3, head: Sequence[int] = (512, 256), dropout: float = 0.5, neighbours: int = 32,
-                 hidden: tuple[int, ...] = (128, 128, 128), last: tuple[int, ...] = (128,),
-                 embedding: str = "position", attention: str = "group", shuffle: bool = True, norm: str = "cloud",
-                 norm_groups: int | None = None):
-        super().__init__(outputs, coords, features, dim, groups, depth, head, dropout, neighbours, hidden, last,
-                         embedding, attention, shuffle, norm, norm_groups)
+                 pooled: bool = False, dim: int = 1024, depth: int = 3, **options):
+        super().__init__(outputs, dim=dim, depth=depth, **options)
         _check_plan(sampling, sizes, depth)
         self.sizes, self.pooled = tuple(sizes), pooled
         self.subsets = nn.ModuleList(GumbelSubsetSampling(dim, m, replace=replace) if kind == "gss" else nn.Identity()
@@ -310,8 +298,7 @@ def elementwise_loss(logits: Float[Tensor, "b m o"], labels: Int[Tensor, "b"]) -
         1.3863
     """
     _check_logits(logits)
-    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
-        raise TypeError(f"labels must be an int64 tensor, got {getattr(labels, 'dtype', type(labels).__name__)}")
+    check_int64("labels", labels)
     if labels.shape != logits.shape[:1]:
         raise ValueError(f"labels must have shape {(len(logits),)}, got {tuple(labels.shape)}")
     return F.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(logits.shape[1]))

@@ -22,7 +22,7 @@ from ..core.points import has_triton
 from ..core.relaxation import check_noise, check_tau, gumbel
 from ..core.tiles import as_contiguous, few_keys_attention
 from ..core.transformer import head_channels, register_attention
-from .sampling import _compared_rows, _composed, _Swap
+from .sampling import _compared_rows, _composed, _step, _Swap
 
 # %% ../../nbs/samsa/71_attention.ipynb #8c27325a
 def _selected(order, rows, x):
@@ -556,12 +556,6 @@ def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64,
     plain = {name: torch.no_grad()(form) for name, form in (forms | {"exact": exact}).items()}
     return plain | {"rivals": {name: torch.no_grad()(form) for name, form in rivals.items()}}
 
-# %% ../../nbs/samsa/71_attention.ipynb #71pullf1
-def _pulled(form, *tensors):
-    "A call without arguments that gives the gradients of the tensors."
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    return torch.enable_grad()(lambda: torch.autograd.grad(form(*leaves).sum(), leaves))
-
 # %% ../../nbs/samsa/71_attention.ipynb #814d2cf1
 def samsa_cases_backward(n: int, samples: int = 128, heads: int = 8, width: int = 64,
                          device: str | torch.device = "cpu", inputs: tuple | None = None) -> dict:
@@ -579,8 +573,8 @@ def samsa_cases_backward(n: int, samples: int = 128, heads: int = 8, width: int 
     noise = gumbel(tuple(tensors[3].shape), generator=torch.Generator(device).manual_seed(n), device=device)
     ours = partial(samsa_attention, samples=samples, noise=noise)
     forms = {"soft": partial(ours, hard=False), "matrices": partial(ours, hard=False, impl="reference")}
-    rivals = {"hard": _pulled(ours, *tensors)}
+    rivals = {"hard": _step(ours, *tensors)}
     if tensors[0].shape[2] <= 4096:
-        rivals["dense, torch"] = _pulled(F.scaled_dot_product_attention, *tensors[:3])
-    return {name: _pulled(form, *tensors) for name, form in forms.items()} | {
-        "rivals": rivals, "exact": _pulled(forms["matrices"], *(x.double() for x in tensors))}
+        rivals["dense, torch"] = _step(F.scaled_dot_product_attention, *tensors[:3])
+    return {name: _step(form, *tensors) for name, form in forms.items()} | {
+        "rivals": rivals, "exact": _step(forms["matrices"], *(x.double() for x in tensors))}

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (check_choice, check_count, check_dtype, check_finite, check_mask, checked_cloud,
-                                       hide_masked, sees_values)
+from ..core.attention import (check_choice, check_count, check_dtype, check_finite, check_int64, check_mask,
+                                       checked_cloud, hide_masked, sees_values)
+from ..core.points import gather_points
 from ..core.transformer import draws_of, head_channels, make_attention
 from .attention import SAMSAAttention, samsa_flops
 
@@ -154,11 +155,6 @@ def _pooled(x, mask, pool):
 def _answer(dim, outputs):
     return nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, outputs))
 
-
-def _encoder(sizes, attention, options):
-    "An encoder from the sizes of a network and the options of its attention."
-    return SAMSAEncoder(attention=attention, **sizes, **(options or {}))
-
 # %% ../../nbs/samsa/72_models.ipynb #16995455
 def sinusoids(length: int, dim: int, *, device=None) -> Float[Tensor, "n c"]:
     """Sines and cosines of the positions, in turn. Vaswani et al. 2017, Sec 3.5.
@@ -182,27 +178,28 @@ class SequenceNetwork(nn.Module):
 
     Args:
         vocabulary, outputs: number of tokens, and of classes.
-        dim, depth, heads, hidden, dropout, drop_path, attention: see `SAMSAEncoder`.
-        attention_options: for the attention module, such as `samples`.
+        dim, depth, heads: see `SAMSAEncoder`.
         pool: "mean" or "max" over the real tokens.
         pairs: an input is two sequences; u, v, u v and u - v of their means are read.
+        options: of `SAMSAEncoder`, such as `dropout`, and of its attention, such as `samples`.
+
+    Raises:
+        ValueError: an option out of range. TypeError: one that neither the network nor its attention has.
 
     Example:
-        >>> net = SequenceNetwork(10, 3, dim=16, depth=1, heads=2, attention_options=dict(samples=8))
+        >>> net = SequenceNetwork(10, 3, dim=16, depth=1, heads=2, samples=8)
         >>> net(torch.zeros(2, 5, dtype=torch.long)).shape
         torch.Size([2, 3])
     """
 
     def __init__(self, vocabulary: int, outputs: int, *, dim: int = 128, depth: int = 6, heads: int = 8,
-                 hidden: int | None = None, dropout: float = 0.0, drop_path: float = 0.0, attention: str = "samsa",
-                 attention_options: dict | None = None, pool: str = "mean", pairs: bool = False):
+                 pool: str = "mean", pairs: bool = False, **options):
         super().__init__()
         check_count("vocabulary", vocabulary)
         check_count("outputs", outputs)
         check_choice("pool", pool, ("mean", "max"))
         self.vocabulary, self.pool, self.pairs = vocabulary, pool, pairs
-        sizes = dict(dim=dim, depth=depth, heads=heads, hidden=hidden, dropout=dropout, drop_path=drop_path)
-        self.tokens, self.encoder = nn.Embedding(vocabulary, dim), _encoder(sizes, attention, attention_options)
+        self.tokens, self.encoder = nn.Embedding(vocabulary, dim), SAMSAEncoder(dim, depth, heads, **options)
         self.answer = _answer(4 * dim if pairs else dim, outputs)
 
     def forward(self, tokens: Int[Tensor, "b *pair n"], mask: Bool[Tensor, "b *pair n"] | None = None,
@@ -222,8 +219,7 @@ class SequenceNetwork(nn.Module):
 # %% ../../nbs/samsa/72_models.ipynb #9b652cec
 def _checked_tokens(tokens, mask, vocabulary, pairs):
     "Tokens and mask as (b, n), of pairs one below the other; masked tokens are 0."
-    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
-        raise TypeError(f"tokens must be an int64 tensor, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+    check_int64("tokens", tokens)
     if tokens.dim() != 2 + pairs or 0 in tokens.shape or (pairs and tokens.shape[1] != 2):
         raise ValueError(f"tokens must have shape (batch, {'2, ' if pairs else ''}n), got {tuple(tokens.shape)}")
     if mask is not None and mask.shape != tokens.shape:
@@ -243,33 +239,31 @@ class PointNetwork(nn.Module):
 
     Args:
         outputs: number of classes or parts.
-        features: channels a point carries besides its three coordinates; 0 for none, 3 for normals.
+        features: channels a point carries besides its three coordinates; 0 for none, 3 for normals. By place, as an
+            attention may have an option of this name.
         per_point: an output for each point.
         categories: kinds of clouds, given with each; 0 for none.
-        dim, depth, heads, hidden, dropout, drop_path, attention: see `SAMSAEncoder`.
-        attention_options, pool: see `SequenceNetwork`.
+        dim, depth, heads: see `SAMSAEncoder`.
+        pool, options: see `SequenceNetwork`.
 
     Raises:
-        ValueError: an option out of range; clouds that do not fit.
+        TypeError, ValueError: options, see `SequenceNetwork`; clouds that do not fit.
 
     Example:
-        >>> net = PointNetwork(40, dim=16, depth=1, heads=2, attention_options=dict(samples=8))
+        >>> net = PointNetwork(40, dim=16, depth=1, heads=2, samples=8)
         >>> net(torch.randn(2, 50, 3)).shape
         torch.Size([2, 40])
     """
 
-    def __init__(self, outputs: int, *, features: int = 0, per_point: bool = False, categories: int = 0,
-                 dim: int = 256, depth: int = 6, heads: int = 8, hidden: int | None = None, dropout: float = 0.0,
-                 drop_path: float = 0.0, attention: str = "samsa", attention_options: dict | None = None,
-                 pool: str = "mean"):
+    def __init__(self, outputs: int, features: int = 0, /, *, per_point: bool = False, categories: int = 0,
+                 dim: int = 256, depth: int = 6, heads: int = 8, pool: str = "mean", **options):
         super().__init__()
         check_count("outputs", outputs)
         check_choice("pool", pool, ("mean", "max"))
-        sizes = dict(dim=dim, depth=depth, heads=heads, hidden=hidden, dropout=dropout, drop_path=drop_path)
         self.features, self.per_point, self.pool = features, per_point, pool
         self.embed = nn.Sequential(nn.Linear(3 + features, dim), nn.GELU(), nn.Linear(dim, dim))
         self.category = nn.Embedding(categories, dim) if categories else None
-        self.encoder, self.answer = _encoder(sizes, attention, attention_options), _answer(dim, outputs)
+        self.encoder, self.answer = SAMSAEncoder(dim, depth, heads, **options), _answer(dim, outputs)
 
     def forward(self, points, features=None, mask=None, category=None, return_info: bool = False, **draw):
         """Outputs `(b, outputs)` or `(b, n, outputs)`, 0 where masked; `category` is int64 `(b,)`; `draw`: see `SAMSAEncoder`."""
@@ -305,8 +299,7 @@ def _check_category(category, clouds, categories):
         raise ValueError(f"category must be {'int64 (b,)' if categories else None}, got {category!r}")
     if category is None:
         return
-    if not isinstance(category, Tensor) or category.dtype != torch.int64:
-        raise TypeError(f"category must be an int64 tensor, got {getattr(category, 'dtype', type(category).__name__)}")
+    check_int64("category", category)
     if category.shape != (clouds,):
         raise ValueError(f"category must have shape ({clouds},), got {tuple(category.shape)}")
     if sees_values(category) and not (0 <= category.min() and category.max() < categories):
@@ -371,7 +364,7 @@ class GraphBridge(_Vectors):
         nodes, edge_features, edges = _checked_graph(*given, self.sizes, self.place[0].weight)
         noise = self.draw(*nodes.shape[:2], generator) if noise is None else noise
         start, end = self.vectors(nodes, noise)
-        between = _at(start, edges[..., 0]) - _at(end, edges[..., 1])
+        between = gather_points(start, edges[..., 0]) - gather_points(end, edges[..., 1])
         own = start if start is end else torch.cat([start, end], -1)
         marks = between if edge_features is None else torch.cat([edge_features, between], -1)
         tokens = torch.cat([self.node(torch.cat([nodes, own], -1)), self.edge(marks)], 1)
@@ -379,11 +372,6 @@ class GraphBridge(_Vectors):
         return hide_masked(tokens, mask), mask
 
 # %% ../../nbs/samsa/72_models.ipynb #11e4dc8d
-def _at(x, index):
-    "Rows of x (b, n, c) by number (b, e)."
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
-
-
 def _joined(node_mask, edge_mask, nodes, edges):
     "Mask of all tokens (b, n + e), None without padding."
     if node_mask is None and edge_mask is None:
@@ -395,8 +383,7 @@ def _joined(node_mask, edge_mask, nodes, edges):
 def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes, weight):
     "Nodes, features of edges and edges, padding set to 0."
     nodes, _ = checked_cloud(nodes, None, node_mask, sizes[0], weight=weight)
-    if not isinstance(edges, Tensor) or edges.dtype != torch.int64:
-        raise TypeError(f"edges must be an int64 tensor, got {getattr(edges, 'dtype', type(edges).__name__)}")
+    check_int64("edges", edges)
     if edges.dim() != 3 or len(edges) != len(nodes) or edges.shape[2] != 2:
         raise ValueError(f"edges must have shape ({len(nodes)}, edges, 2), got {tuple(edges.shape)}")
     check_mask(edge_mask, *edges.shape[:2])
@@ -433,29 +420,26 @@ class GraphNetwork(nn.Module):
     Args:
         outputs: number of targets.
         node_features, edge_features: channels of nodes and of edges; 0 for edges without features.
-        dim, depth, heads, hidden, dropout, drop_path, attention: see `SAMSAEncoder`.
-        attention_options, pool: see `SequenceNetwork`.
+        dim, depth, heads: see `SAMSAEncoder`.
+        pool, options: see `SequenceNetwork`.
         released_bridge: Graph-Bridge of the released code.
 
     Raises:
-        TypeError, ValueError: an option out of range; graphs that do not fit.
+        TypeError, ValueError: options, see `SequenceNetwork`; graphs that do not fit.
 
     Example:
-        >>> net = GraphNetwork(10, node_features=3, dim=16, depth=1, heads=2, attention_options=dict(samples=8))
+        >>> net = GraphNetwork(10, node_features=3, dim=16, depth=1, heads=2, samples=8)
         >>> net(torch.randn(1, 3, 3), None, torch.tensor([[[0, 1], [1, 2]]])).shape
         torch.Size([1, 10])
     """
 
     def __init__(self, outputs: int, *, node_features: int, edge_features: int = 0, dim: int = 128, depth: int = 24,
-                 heads: int = 8, hidden: int | None = None, dropout: float = 0.0, drop_path: float = 0.0,
-                 attention: str = "samsa", attention_options: dict | None = None, pool: str = "mean",
-                 released_bridge: bool = False):
+                 heads: int = 8, pool: str = "mean", released_bridge: bool = False, **options):
         super().__init__()
         check_count("outputs", outputs)
         check_choice("pool", pool, ("mean", "max"))
-        sizes = dict(dim=dim, depth=depth, heads=heads, hidden=hidden, dropout=dropout, drop_path=drop_path)
         self.pool, self.bridge = pool, GraphBridge(dim, node_features, edge_features, as_released=released_bridge)
-        self.encoder, self.answer = _encoder(sizes, attention, attention_options), _answer(dim, outputs)
+        self.encoder, self.answer = SAMSAEncoder(dim, depth, heads, **options), _answer(dim, outputs)
 
     def forward(self, nodes, edge_features, edges, node_mask=None, edge_mask=None, return_info: bool = False,
                 noise=None, generator: torch.Generator | None = None):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..core.attention import check_choice, check_count, check_finite, composed_gradients, transformed
 from ..core.native import c_kernels, c_source
-from ..core.relaxation import (check_noise, check_scores, check_tau, gumbel, gumbel_softmax, gumbel_top_k,
+from ..core.points import take_rows
+from ..core.relaxation import (check_scores, check_tau, gumbel, gumbel_softmax, gumbel_top_k, perturbed,
                                         straight_through)
 
 # %% ../../nbs/samsa/70_sampling.ipynb #1d99986f
@@ -112,16 +113,6 @@ def _shares(u, v):
     "q (b, rows, k)."
     return (u[..., None] * v[:, None]).add_(1).reciprocal_()
 
-# %% ../../nbs/samsa/70_sampling.ipynb #450ee788
-def _take(x, index):
-    "Rows of x (b, n, c) by number (b, m)."
-    return x.flatten(0, 1).index_select(0, _numbered(x, index)).view(*index.shape, -1)
-
-
-def _numbered(x, index):
-    "Numbers of the rows in the list of all rows of x."
-    return (index + torch.arange(0, len(x) * x.shape[1], x.shape[1], device=x.device)[:, None]).flatten()
-
 # %% ../../nbs/samsa/70_sampling.ipynb #a3461421
 def _mix(rows, top, k, tau):
     "The soft rows (b, k, c) from those of I and J (b, 2k, c)."
@@ -180,7 +171,7 @@ def _slopes(grad, rows, top, k, tau, hard):
 # %% ../../nbs/samsa/70_sampling.ipynb #9a4d9580
 def _composed(x, scores, top, index, k, tau, hard):
     "The rows by autograd, through comparisons (b, k, k)."
-    rows, scores = (x, scores) if index is None else (_take(x, index), scores.gather(1, index))
+    rows, scores = (x, scores) if index is None else (take_rows(x, index), scores.gather(1, index))
     noisy = top + (scores - scores.detach()).to(top.dtype)
     return _compared_rows(*rows.to(_wide(rows.dtype)).split(k, 1), noisy, k, tau, hard).to(x.dtype)
 
@@ -207,8 +198,8 @@ class _Swap(torch.autograd.Function):
             to_rows = F.pad(to_rows, (0, 0, 0, shape[1] - k)) if hard else to_rows
             return to_rows.to(x_dtype), to_top.to(scores_dtype), None, None, None, None, None, None
         to_x, to_scores = grad.new_zeros(shape, dtype=x_dtype), top.new_zeros(shape[:2])
-        number = _numbered(to_x, index[:, : to_rows.shape[1]])
-        to_x.flatten(0, 1).index_copy_(0, number, to_rows.to(x_dtype).flatten(0, 1))
+        cloud = torch.arange(len(to_x), device=to_x.device)[:, None]
+        to_x[cloud, index[:, : to_rows.shape[1]]] = to_rows.to(x_dtype)
         return to_x, to_scores.scatter_(1, index, to_top).to(scores_dtype), None, None, None, None, None, None
 
 # %% ../../nbs/samsa/70_sampling.ipynb #21466a51
@@ -245,9 +236,9 @@ def sample_without_replacement(x: Float[Tensor, "b n c"], scores: Float[Tensor, 
     check_choice("impl", impl, ("fast", "reference"))
     _check_rows(x, scores, 2 * k)
     k = int(k)
-    noisy = _noisy(scores, noise, generator)
+    noisy = perturbed(scores, noise, generator)
     index = gumbel_top_k(noisy, 2 * k, noise=noisy.new_zeros(()))
-    rows = _take(x.detach(), index)
+    rows = take_rows(x.detach(), index)
     check_finite("x (tokens drawn or compared)", rows)
     with torch.autocast(x.device.type, enabled=False):
         if impl == "fast" and transformed(x, scores):
@@ -255,15 +246,6 @@ def sample_without_replacement(x: Float[Tensor, "b n c"], scores: Float[Tensor, 
         if impl == "fast":
             return _Swap.apply(x, scores, rows, noisy.detach().gather(1, index), index, k, float(tau), hard)
         return _reference(x.to(_wide(x.dtype)), noisy, index, k, tau, hard).to(x.dtype)
-
-# %% ../../nbs/samsa/70_sampling.ipynb #4be54f9e
-def _noisy(scores, noise, generator):
-    "Scores plus noise, at least in float32."
-    scores = scores.to(_wide(scores.dtype))
-    if noise is None:
-        noise = gumbel(tuple(scores.shape), generator=generator, dtype=scores.dtype, device=scores.device)
-    check_noise(noise, scores.shape)
-    return scores + noise
 
 # %% ../../nbs/samsa/70_sampling.ipynb #8ff4f3fb
 def _relaxed(noisy, k, tau):
@@ -313,12 +295,12 @@ def swap_flops(k: int, channels: int, *, batch: int = 1, hard: bool = False, bac
 def _gathered(x, scores, noise, k, tau, hard):
     "The rows, gathered, with autograd through comparisons (b, k, k)."
     top, index = (scores + noise).topk(2 * k, -1)
-    return _compared_rows(*_take(x, index).split(k, 1), top, k, tau, hard)
+    return _compared_rows(*take_rows(x, index).split(k, 1), top, k, tau, hard)
 
 
-def _step(form, x, scores):
-    "A call without arguments that gives the gradients of tokens and scores."
-    leaves = [part.detach().clone().requires_grad_() for part in (x, scores)]
+def _step(form, *tensors):
+    "A call without arguments that gives the gradients of the tensors."
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
     return torch.enable_grad()(lambda: torch.autograd.grad(form(*leaves).sum(), leaves))
 
 # %% ../../nbs/samsa/70_sampling.ipynb #70cases1

@@ -290,7 +290,7 @@ def network(task, row, setting, data):
         ("attention", "samsa"), ("weight", 0.0), ("multiplier", 1.0), ("random", False), ("seeds", 1)))
     options, sizes = _options(task, name, length, setting, **options), setting["sizes"] | {"pairs": documents == 2}
     if setting["network"] == "shared":
-        net = SequenceNetwork(vocabulary, classes, attention=name, attention_options=options, **sizes)
+        net = SequenceNetwork(vocabulary, classes, attention=name, **options, **sizes)
         net.encoder.alpha.data.fill_(start)
     else:
         net = SequenceClassifier(vocabulary, classes, attention=name, **(options | {"max_length": length}), **sizes)

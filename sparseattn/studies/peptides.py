@@ -57,11 +57,10 @@ def _readers(dim):
 class TokenNetwork(nn.Module):
     """SAMSA's network with Graph-Bridge, or the same with another attention."""
 
-    def __init__(self, outputs, *, dim, attention, options=None, multiplier=0.0, random=False, **sizes):
+    def __init__(self, outputs, *, dim, multiplier=0.0, random=False, **options):
         super().__init__()
         self.atoms, self.bonds = _readers(dim)
-        self.network = GraphNetwork(outputs, node_features=dim, edge_features=dim, dim=dim, attention=attention,
-                                    attention_options=options, **sizes)
+        self.network = GraphNetwork(outputs, node_features=dim, edge_features=dim, dim=dim, **options)
         nn.init.constant_(self.network.encoder.alpha, multiplier)
         if random:
             choose_at_random(self)
@@ -144,8 +143,7 @@ def build(row, setting, outputs):
     options = {"heads": setting["heads"]} | NETWORKS[row]
     if kind := options.pop("layer", None):
         return GeometricNetwork(outputs, kind=kind, dim=setting["graph dim"], depth=setting["graph depth"], **options)
-    hard = options.pop("hard", None)
-    options |= {"options": {"samples": setting["samples"], "hard": hard}} if options["attention"] == "samsa" else {}
+    options |= {"samples": setting["samples"]} if options["attention"] == "samsa" else {}
     rates = {name.replace(" ", "_"): setting[name] for name in ("dropout", "drop path")}
     return TokenNetwork(outputs, **{"multiplier": setting["multiplier"]} | options, **rates,
                         **{name: setting[name] for name in ("dim", "depth")})

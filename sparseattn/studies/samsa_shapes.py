@@ -165,7 +165,7 @@ def _keys(samples, setting):
 def _samsa(setting, classes, *, attention="samsa", samples=0, random=False, multiplier=None, **options):
     """`PointNetwork` with the attention of a row."""
     options |= {"samples": _keys(samples, setting)} if samples else {}
-    model = PointNetwork(classes, pool=setting["pool"], attention=attention, attention_options=options,
+    model = PointNetwork(classes, pool=setting["pool"], attention=attention, **options,
                          **{name: setting[name] for name in SIZES})
     model.encoder.alpha.data.fill_(setting["multiplier"] if multiplier is None else multiplier)
     choose_at_random(model) if random else set_inference(model, "top-k" if options.get("hard", True) else "mixed")

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 
+from sparseattn.baselines import transformers  # noqa: F401  registers performer
 from sparseattn.core.attention import check_values
 from sparseattn.lab.measure import counted_flops
 from sparseattn.samsa.models import (SAMSA_SETTINGS, SIZES, DropPath, EqualScores, GraphBridge, GraphNetwork,
                                      PointNetwork, SAMSAEncoder, SequenceNetwork, choose_at_random, encoder_flops,
                                      encoder_parameters, sampling_layers, set_inference, sinusoids)
 
-SMALL = dict(dim=16, depth=2, heads=4, attention_options=dict(samples=6))
+SMALL = dict(dim=16, depth=2, heads=4, samples=6)
 EDGES = torch.tensor([[[0, 1], [1, 2], [2, 0], [2, 3], [3, 4], [4, 3], [4, 4]]])
 
 
@@ -116,13 +117,13 @@ def test_pairs():
     assert out.shape == (2, 2) and len(infos) == 2 and not torch.allclose(net(tokens[:, [1, 0]], mask[:, [1, 0]]), out)
 
 
-@pytest.mark.parametrize("options", [{}, {"features": 3},
-                                     {"features": 3, "per_point": True, "categories": 4, "pool": "max"}])
-def test_points_are_a_set(options):
+@pytest.mark.parametrize("features, options", [(0, {}), (3, {}),
+                                               (3, {"per_point": True, "categories": 4, "pool": "max"})])
+def test_points_are_a_set(features, options):
     torch.manual_seed(0)
-    net = _awake(PointNetwork(5, **options, **SMALL))
+    net = _awake(PointNetwork(5, features, **options, **SMALL))
     cloud, normals = torch.randn(2, 2, 30, 3, dtype=torch.float64)
-    normals, moved = normals if "features" in options else None, torch.randperm(30)
+    normals, moved = normals if features else None, torch.randperm(30)
     more = {"category": torch.tensor([3, 0])} if "categories" in options else {}
     out = net(cloud, normals, **more)
     found = net(cloud[:, moved], None if normals is None else normals[:, moved], **more)
@@ -250,7 +251,7 @@ def test_trains_copies_and_compiles(kind):
 def test_bad_input():
     three, bridge = torch.zeros(1, 3, 2), GraphBridge(8, 2)
     hidden = torch.tensor([[True, True, False]])
-    sequence, points = SequenceNetwork(4, 2, **SMALL), PointNetwork(4, features=3, categories=2, **SMALL)
+    sequence, points = SequenceNetwork(4, 2, **SMALL), PointNetwork(4, 3, categories=2, **SMALL)
     cases = [(lambda: bridge(three, None, torch.tensor([[[0, 3]]])), "edges must lie in 0..2"),
              (lambda: bridge(three, None, torch.tensor([[[0, 2]]]), hidden), "real nodes"),
              (lambda: bridge(three, None, torch.tensor([[0, 2]])), "edges must have shape"),
@@ -273,6 +274,16 @@ def test_bad_input():
         bridge(three, None, torch.zeros(1, 1, 2))
 
 
+def test_options_go_to_the_attention_and_unknown_ones_are_named():
+    for make in (lambda **options: SequenceNetwork(4, 2, **options), lambda **options: PointNetwork(4, **options),
+                 lambda **options: GraphNetwork(4, node_features=3, **options)):
+        small = dict(dim=16, depth=1, heads=2)
+        assert make(**small, samples=5, hidden=24).encoder.layers[0].attention.samples == 5
+        assert make(**small, attention="performer", features=7).encoder.layers[0].attention.features.shape[1] == 7
+        with pytest.raises(TypeError, match="'sample'"):
+            make(**small, sample=5)
+
+
 @pytest.mark.parametrize("wrong, error, message", [
     (torch.tensor([0, 2]), ValueError, r"category must lie in 0..1, got \[0, 2\]"),
     (torch.tensor([-1, 0]), ValueError, "category must lie in 0..1"),
@@ -288,7 +299,7 @@ def test_refuses_categories_that_do_not_fit(wrong, error, message):
 
 def test_refuses_another_dtype_than_the_weights():
     points, double = torch.randn(1, 9, 3), torch.randn(1, 9, 3).double()
-    for call in (lambda: PointNetwork(4, **SMALL)(double), lambda: PointNetwork(4, features=3, **SMALL)(points, double),
+    for call in (lambda: PointNetwork(4, **SMALL)(double), lambda: PointNetwork(4, 3, **SMALL)(points, double),
                  lambda: GraphNetwork(4, node_features=3, **SMALL)(double, None, EDGES)):
         with pytest.raises(TypeError, match="dtype of weight, torch.float32, got torch.float64"):
             call()
@@ -310,7 +321,7 @@ def test_values_of_indices_are_looked_at_where_values_are():
 @pytest.mark.parametrize("attention", ["samsa", "dense"])
 @pytest.mark.parametrize("kind", ["sequence", "points", "graph"])
 def test_padded_batches_compile_and_export_whole(kind, attention):
-    small = SMALL | dict(attention=attention) | ({} if attention == "samsa" else dict(attention_options={}))
+    small = dict(dim=16, depth=2, heads=4, attention=attention) | (dict(samples=6) if attention == "samsa" else {})
     mask, some = (torch.arange(n) < torch.tensor([[n], [n - 1]]) for n in (9, 5))
     edges = torch.tensor([[[0, 1], [1, 2], [3, 4]], [[0, 3], [1, 3], [4, 4]]])
     model, inputs, options = {
@@ -330,7 +341,7 @@ def test_padded_batches_compile_and_export_whole(kind, attention):
 
 
 def test_a_network_is_set_to_an_inference_mode_as_a_whole():
-    net = _awake(PointNetwork(3, **(SMALL | {"attention_options": dict(samples=6, hard=False)})))
+    net = _awake(PointNetwork(3, **SMALL, hard=False))
     x = torch.randn(1, 30, 3).double()
     assert len(sampling_layers(net)) == 2 and not sampling_layers(PointNetwork(3, attention="dense"))
     found = {mode: set_inference(net, mode)(x) for mode in ("top-k", "mixed", "noise")}
