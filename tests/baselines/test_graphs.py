@@ -548,7 +548,7 @@ def test_refuses_what_does_not_fit():
         PointNet(5, task="parts").eval()(points, category=kind)
     with pytest.raises(ValueError, match="x must have shape"):
         EdgeConv(4, (8,))(features, neighbours(features, 3))
-    with pytest.raises(TypeError, match="index must be an int64 tensor"):
+    with pytest.raises(TypeError, match="index must be a tensor of int64 or int32"):
         EdgeConv(2, (8,))(features, neighbours(features, 3).float())
     with pytest.raises(ValueError, match="index must have shape"):
         EdgeConv(2, (8,))(features, neighbours(features, 3)[:, 1:])
