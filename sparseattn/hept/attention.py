@@ -15,10 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_device,
-                                       check_finite, check_number, check_qkv_form, composed_gradients, masked_softmax,
-                                       sees_values, transformed)
-from ..core.points import has_triton
-from .hashing import bucket_labels, combine_labels, invert, raw_codes, sort_order
+                                       check_finite, check_int64, check_number, check_qkv_form, composed_gradients,
+                                       masked_softmax, sees_values, transformed)
+from ..core.points import has_triton, invert
+from .hashing import bucket_labels, combine_labels, raw_codes, sort_order
 from .loop import attend_in_loop, differentiate_in_loop, permutes
 from .loop import loops as _loops
 
@@ -520,8 +520,7 @@ def _check_orders(q, k, **orders):
     if q.shape != k.shape:
         raise ValueError(f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}")
     for name, order in orders.items():
-        if not isinstance(order, Tensor) or order.dtype != torch.int64:
-            raise TypeError(f"{name} must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
+        check_int64(name, order)
         if order.dim() != 4 or order.shape[0] == 0 or order.shape[1:] != q.shape[:3]:
             raise ValueError(f"{name} must have shape (tables, {', '.join(map(str, q.shape[:3]))}), "
                              f"got {tuple(order.shape)}")

@@ -17,11 +17,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_device, check_generator,
-                                       check_mask, check_qkv, check_qkv_form, check_scale, checked_cloud,
+                                       check_int64, check_mask, check_qkv, check_qkv_form, check_scale, checked_cloud,
                                        composed_gradients, dense_attention, fused_attention, has_values, hide_masked,
                                        transformed)
 from ..core.native import c_kernels, c_source
-from ..core.points import has_triton
+from ..core.points import has_triton, invert, take_rows
 from ..core.transformer import head_channels, register_attention
 from .cycles import (_advance, _check_order_form, _real_first, check_order, cycle_pattern, cycle_successor,
                                        sample_cycle, shift_attention)
@@ -95,7 +95,7 @@ def _composed(q, k, v, order, count, scale):
 def _attend_backward(q, k, v, order, count, share, form, scale, grad):
     "Gradients by queries, keys and values."
     following = _next_row(order, count, *form)
-    back = torch.empty_like(following).scatter_(0, following, torch.arange(len(following), device=q.device))
+    back = invert(following)
     to_score = (v.index_select(0, following) - v).mul_(grad).sum(1).mul_(1 - share).mul_(share).mul_(scale)[:, None]
     to_q = (k.index_select(0, following) - k).mul_(to_score)
     to_k, to_next = to_score * q, grad * share[:, None]
@@ -323,11 +323,9 @@ def opening_pattern(order: Int[Tensor, "n"], window: int) -> Bool[Tensor, "n n"]
 # %% ../../nbs/sampled/51_attention.ipynb #4f3c40b7
 def _rows(x, index):
     "Rows of x (b, h, n, d) by index (r, s, m), where r and s are 1 or b and h."
-    batch, heads, n, d = x.shape
     if index.shape[:2] == (1, 1):
         return x.index_select(2, index[0, 0])
-    start = torch.arange(0, batch * heads * n, n, device=x.device).view(batch, heads, 1)
-    return x.reshape(-1, d).index_select(0, (index + start).flatten()).view(batch, heads, -1, d)
+    return take_rows(x, index.expand(*x.shape[:2], -1))
 
 
 def _windows(order, window, mask):
@@ -400,8 +398,7 @@ def _window_attention(q, k, v, order, window, scale, mask):
     else:  # windows of padding alone attend all of it, unseen
         allowed = (counts | ~counts.any(-1, keepdim=True)).expand(batch, heads, -1, -1).reshape(-1, parts, 1, size)
     out = fused_attention(*blocks, allowed, scale=scale).view(batch, heads, -1, v.shape[3])
-    back = torch.empty_like(order).scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
-    return _clear(_rows(out, back), mask)
+    return _clear(_rows(out, invert(order)), mask)
 
 # %% ../../nbs/sampled/51_attention.ipynb #5fcf6000
 def sample_two_keys(queries: int, points: int, *, batch: tuple = (), mask: Bool[Tensor, "b n"] | None = None,
@@ -477,14 +474,13 @@ def random_keys_attention(q: Float[Tensor, "b h m d"], k: Float[Tensor, "b h n d
     (batch, heads, m, d), n = q.shape, k.shape[2]
     if keys is None:
         keys = sample_two_keys(m, n, batch=(batch, heads), mask=mask, generator=generator, device=q.device)
-    if not isinstance(keys, Tensor) or keys.dtype != torch.int64:
-        raise TypeError(f"keys must be an int64 tensor, got {getattr(keys, 'dtype', type(keys).__name__)}")
+    check_int64("keys", keys)
     if keys.shape != (batch, heads, m, 2):
         raise ValueError(f"keys must be int64 of shape {(batch, heads, m, 2)}, got {keys.dtype} {tuple(keys.shape)}")
     if keys.numel() and not (0 <= keys.amin() and keys.amax() < n):
         raise ValueError(f"keys must lie in 0..{n - 1}, found {keys.amin()} to {keys.amax()}")
     k, v = _clear(k, mask), _clear(v, mask)
-    (k1, k2), (v1, v2) = ((_rows(x, keys[..., 0]), _rows(x, keys[..., 1])) for x in (k, v))
+    (k1, k2), (v1, v2) = ([take_rows(x, keys[..., i]) for i in range(2)] for x in (k, v))
     score = ((k2 - k1) * q).sum(-1, keepdim=True)
     share = (score * (d**-0.5 if scale is None else scale)).sigmoid()
     out = torch.lerp(v1, v2, share)

@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..core.attention import (attention_logits, check_boolean, check_choice, check_count, check_generator, check_points, check_qkv,
-                                       check_scale,
-                                       composed_gradients, fused_attention, has_values, sees_values, transformed)
+from ..core.attention import (attention_logits, check_boolean, check_choice, check_count, check_generator, check_int64,
+                                       check_points, check_qkv, check_scale, composed_gradients, fused_attention,
+                                       has_values, sees_values, transformed)
+from ..core.points import invert, take_rows
 from ..core.relaxation import random_integers
 
 # %% ../../nbs/sampled/50_cycles.ipynb #df5e759e
@@ -46,8 +47,7 @@ def check_order(name: str, order: Tensor, n: int | None = None) -> None:
 
 
 def _check_order_form(name, order, n):
-    if not isinstance(order, Tensor) or order.dtype != torch.int64:
-        raise TypeError(f"{name} must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
+    check_int64(name, order)
     if order.dim() < 1 or 0 in order.shape or (n is not None and order.shape[-1] != n):
         raise ValueError(f"{name} must have shape (..., {n or 'n'}), not empty, got {tuple(order.shape)}")
 
@@ -496,12 +496,6 @@ def dense_limit_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d
     return _ratio(q, k, v, orders, count, scale, impl).to(dtype)
 
 # %% ../../nbs/sampled/50_cycles.ipynb #7e49ef1e
-def _places(order):
-    "Place of each point in the order."
-    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, place)
-
-
 def _times(step, shifts, count, dtype):
     "How often a key `step` places further counts, and its log, for sets of `count` points (b, 1, 1)."
     others = count[..., None] - 1
@@ -512,7 +506,7 @@ def _times(step, shifts, count, dtype):
 
 def _shift_pairs(q, k, v, order, shifts, count, scale):
     "On all pairs."
-    place = _places(order)
+    place = invert(order)
     step = (place[..., None, :] - place[..., :, None]) % count[..., None].clamp(min=1)
     real = (place < count)[..., None, :]
     step = torch.where(real, step, -1).diagonal_scatter(torch.zeros_like(place), dim1=-2, dim2=-1)
@@ -535,10 +529,10 @@ def _shift_blocks(q, k, v, order, shifts, count, scale):
     reached = torch.where(reached < real, reached, (reached - real) % real.clamp(min=1))
     order = order.expand(b, h, n)
     found = order.gather(-1, reached.flatten(-2).expand(-1, h, -1))
-    q = _rows(q, order[..., queries.flatten()][None]).view(b, h * blocks, block, -1)
-    k, v = (_rows(x, found[None]).view(b, h * blocks, block + shifts, -1) for x in (k, v))
+    q = take_rows(q, order[..., queries.flatten()]).view(b, h * blocks, block, -1)
+    k, v = (take_rows(x, found).view(b, h * blocks, block + shifts, -1) for x in (k, v))
     out = fused_attention(q, k, v, bias.expand(b, -1, -1, -1), scale=scale)
-    return _rows(out.view(b, h, blocks * block, -1)[:, :, :n], _places(order)[None])[0]
+    return take_rows(out.view(b, h, blocks * block, -1)[:, :, :n], invert(order))
 
 # %% ../../nbs/sampled/50_cycles.ipynb #6821095e
 def shift_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],

@@ -19,7 +19,7 @@ from ..core.attention import (_check_edges, PRESENCE_RULES, AttentionInfo, check
 from ..core.patterns import edges_to_pattern
 from ..core.points import has_triton
 from ..core.transformer import DenseAttention, head_channels, register_attention
-from .sampling import draw_edges
+from .sampling import _chance, draw_edges
 
 # %% ../../nbs/sbm/41_attention.ipynb #b4e0c059
 def cluster_rates(clusters: Float[Tensor, "h k d"], rates: str = "joint") -> Float[Tensor, "h k k"]:
@@ -183,7 +183,7 @@ def _few(a, z, real):
 # %% ../../nbs/sbm/41_attention.ipynb #41mat002
 def _on_matrix(q, k, v, a, z, sampler, real, generator, *, window, gradient):
     chance = a @ z.mT
-    odds = chance.detach() if sampler == "bernoulli" else -torch.expm1(-chance.detach())
+    odds = _chance(chance.detach(), sampler)
     pattern = torch.empty_like(odds).uniform_(generator=generator) < odds
     presence = (chance - chance.detach() + 1) * pattern     # ones, whose gradient goes to the probabilities
     if window:
@@ -245,8 +245,7 @@ def _known(pairs, edges, n):
 
 def _absence(a, z, pairs, sampler):
     "Zeros, whose gradient goes to p / 2(1 - p)."
-    rate = edge_products(a.detach(), z.detach(), pairs)
-    odds = rate if sampler == "bernoulli" else -torch.expm1(-rate)
+    odds = _chance(edge_products(a.detach(), z.detach(), pairs), sampler)
     through = straight_through_presence(a, z, pairs)
     return (through - through.detach()) / _left(odds) / 2
 

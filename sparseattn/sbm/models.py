@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import AttentionInfo, check_count, check_mask, hide_masked, sees_values
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_int64, check_mask, hide_masked,
+                                       sees_values)
 from ..core.transformer import attention_flops as flops_of_others
 from ..core.transformer import Encoder, Layer, make_attention
 
@@ -76,8 +77,7 @@ class Body(nn.Module):
 # %% ../../nbs/sbm/42_models.ipynb #bbf7e7d4
 def _checked_tokens(tokens, mask, vocabulary, max_length):
     "The tokens, masked ones 0."
-    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
-        raise TypeError(f"tokens must be an int64 tensor, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+    check_int64("tokens", tokens)
     if tokens.dim() != 2 or not len(tokens) or not 1 <= tokens.shape[1] <= max_length:
         raise ValueError(f"tokens must have shape (batch, 1 to {max_length}), got {tuple(tokens.shape)}")
     check_mask(mask, *tokens.shape)
@@ -110,8 +110,7 @@ class SequenceClassifier(nn.Module):
                  **options):
         super().__init__()
         check_count("classes", classes)
-        if pool not in ("mean", "first"):
-            raise ValueError(f"pool must be 'mean' or 'first', got {pool!r}")
+        check_choice("pool", pool, ("mean", "first"))
         self.body, self.pool, self.pairs = Body(vocabulary, dim=dim, **options), pool, pairs
         self.head = nn.Sequential(nn.Linear(4 * dim if pairs else dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, classes))
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from sparseattn.core.points import invert
 from sparseattn.hept.hashing import (
     and_code,
     bucket_labels,
     combine_labels,
     draw_buckets,
-    invert,
     rank,
     raw_codes,
     sort_order,
