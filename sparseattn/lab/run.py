@@ -317,6 +317,11 @@ class Run(_Setup):
         "Record a number of the paper beside what an experiment found, see `sparseattn.lab.claims.decide`."
         return self._record(_claims.decide(id, notebook=self.stem, scale=self.scale, source=self.paper, **facts))
 
+    def conclude(self, id, decision, **facts):
+        "Record a verdict that a rule or a test has reached, see `sparseattn.lab.claims.conclude`."
+        settings = {"notebook": self.stem, "scale": self.scale, "source": self.paper}
+        return self._record(_claims.conclude(id, decision, **settings | facts))
+
     def not_attempted(self, id, **facts):
         "Record a claim that nothing was run for, with the reason."
         return self._record(_claims.not_attempted(id, **{"notebook": self.stem, "paper": self.paper, **facts}))
