@@ -539,7 +539,7 @@ def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64,
     small = q.shape[2] <= 4096
     forms = {"samsa": lambda: samsa_attention(q, k, v, scores, samples=samples)}
     forms |= {"gather": lambda: _expanded(q, k, v, scores, samples)} if small else {}
-    peers = peers_on_gpu(q, _expanded)  # FlexAttention walks over all keys of a tile, of which a sample touches every one
+    peers = peers_on_gpu(q, _expanded)  # FlexAttention walks over whole tiles, and a sample touches every one
     forms |= {name: partial(form, q, k, v, scores, samples) for name, form in peers.items()}
     rivals = {"given keys": lambda: few_keys_attention(q, rows),
               "given keys, torch": lambda: F.scaled_dot_product_attention(q, *given)}
