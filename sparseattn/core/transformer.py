@@ -212,7 +212,6 @@ class Layer(nn.Module):
         dim: channels.
         hidden: channels inside the feed-forward part.
         dropout: probability, after attention and after the feed-forward part.
-        activation: module class between the two linear maps.
         place: module from coords (b, n, k) to (b, n, dim), added to what attention reads and not to what the layer
             hands on; None adds nothing.
 
@@ -221,14 +220,14 @@ class Layer(nn.Module):
         torch.Size([1, 5, 16])
     """
 
-    def __init__(self, attention: nn.Module, dim: int, hidden: int, dropout: float = 0.0, activation=nn.ReLU,
+    def __init__(self, attention: nn.Module, dim: int, hidden: int, dropout: float = 0.0,
                  place: nn.Module | None = None):
         super().__init__()
         check_count("hidden", hidden)
         check_number("dropout", dropout, 0, 1)
         self.attention, self.dropout, self.place = attention, nn.Dropout(dropout), place
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.feed = nn.Sequential(nn.Linear(dim, hidden), activation(), nn.Linear(hidden, dim))
+        self.feed = nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, dim))
 
     def forward(self, x, coords=None, mask=None, return_info: bool = False, **draw):
         """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports. `draw`: see `Encoder`.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_device,
                                        check_finite, check_int64, check_number, check_qkv_form, composed_gradients,
                                        masked_softmax, sees_values, transformed)
-from ..core.points import has_triton, invert
+from ..core.points import has_triton, invert, peers_on_gpu
 from .hashing import bucket_labels, combine_labels, raw_codes, sort_order
 from .loop import attend_in_loop, differentiate_in_loop, permutes
 from .loop import loops as _loops
@@ -618,14 +618,6 @@ def _exact(q, k, v, *orders, backward):
 def _without_loop(*inputs):
     return _attend(*inputs, 100, "sum", None, 0.0, check=True, form=_BY_LSE)
 
-
-def _peers(q):
-    "On a GPU, see `core.gpu.peers`; FlexAttention has no sum over tables."
-    if not has_triton(q):
-        return {}
-    from sparseattn.core.gpu import peers
-    return peers(gathered_attention)
-
 # %% ../../nbs/hept/32_attention.ipynb #32case03
 def forward_cases(n: int, device: str | torch.device = "cpu", inputs: tuple | None = None, backward: bool = False) -> dict:
     """Contenders for `lab.measure`: the fast form, the straightforward one, and the log-sum-exp form.
@@ -641,7 +633,7 @@ def forward_cases(n: int, device: str | torch.device = "cpu", inputs: tuple | No
     """
     inputs, forms = inputs or _case(n, device=device), {"fast": hept_attention, "gather-einsum-exp": gathered_attention}
     forms["log-sum-exp"] = _without_loop
-    forms |= _peers(inputs[0])
+    forms |= peers_on_gpu(inputs[0], gathered_attention)         # FlexAttention has no sum over tables
     return {name: _timed(form, *inputs, backward=backward) for name, form in forms.items()} | {
         "exact": partial(_exact, *inputs, backward=backward)}
 

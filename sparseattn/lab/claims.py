@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'VERDICTS', 'ORIGINS', 'DECIDED', 'FINDINGS', 'COLUMNS', 'ClaimMismatch', 'Claim', 'claim', 'reproduce',
-           'decide', 'not_attempted', 'write', 'read', 'collect']
+           'decide', 'conclude', 'not_attempted', 'write', 'read', 'collect']
 
 # %% ../../nbs/lab/25_claims.ipynb #0e1d9993
 import csv
@@ -169,8 +169,7 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
         ...       expect="false as stated", stated=2 + 2 == 5, repair=("2 + 2 = 4", 2 + 2 == 4)).verdict
         'false as stated'
     """
-    if marks.get("decided") == "training":
-        raise ValueError(f"{id}: a training is decided by an interval beside floors, see `decide`")
+    _check_decided(id, marks.get("decided"))
     row = dict(id=id, paper=paper, where=where, statement=statement, kind=kind, notebook=notebook)
     if _too_small(scale, needs):
         return _too_early(scale, needs, evidence, **row, **marks)
@@ -183,6 +182,11 @@ def claim(id: str, *, notebook: str, where: str, statement: str, kind: str, expe
     verdict, note = _verdict(stated, **facts)
     _compare(id, expect, verdict)
     return Claim(verdict=verdict, evidence=_joined(evidence, note), **row, **marks)
+
+
+def _check_decided(id, decided):
+    if decided == "training":
+        raise ValueError(f"{id}: a training is decided by an interval beside floors, see `decide`")
 
 
 def _check_facts(id, stated, origin, given):
@@ -281,13 +285,46 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
         ...        experiment=made).verdict
         'reproduced'
     """
+    printed = marks.get("origin") != "ours" if printed is None else printed
+    decision = experiment.verdict(paper, tolerance=tolerance, sign=sign, printed=printed)
     row = dict(id=id, paper=source, where=where, statement=statement, kind=kind, notebook=notebook,
                decided=experiment.decided_by)
-    printed = marks.get("origin") != "ours" if printed is None else printed
-    verdict, why = experiment.verdict(paper, tolerance=tolerance, sign=sign, printed=printed)
+    return _of_decision(decision, scale, needs, evidence, **row, **marks)
+
+
+def _of_decision(decision, scale, needs, evidence, **row):
+    verdict, why = decision
     if _too_small(scale, needs):
-        return _too_early(scale, needs, _joined(why, evidence), **row, **marks)
-    return Claim(verdict=verdict, evidence=_joined(f"{why} (scale {scale})", evidence), **row, **marks)
+        return _too_early(scale, needs, _joined(why, evidence), **row)
+    return Claim(verdict=verdict, evidence=_joined(f"{why} (scale {scale})", evidence), **row)
+
+# %% ../../nbs/lab/25_claims.ipynb #25concl1
+def conclude(id: str, decision: tuple[str, str], *, notebook: str, scale: str, where: str, statement: str, decided: str,
+             evidence: str = "", needs: str = "smoke", kind: str = "number", source: str = "HEPT", **marks) -> Claim:
+    """A verdict that a rule or a test has reached, of numbers that no `lab.decide.Experiment` holds.
+
+    Args:
+        decision: a `lab.decide.Decision`: the verdict, and the numbers that gave it.
+        decided: one of `DECIDED`, but no training.
+        needs: smallest scale that decides; below it as in `claim`.
+        marks: origin, phrase, uses of the row.
+
+    Returns:
+        The row, as of `decide`.
+
+    Raises:
+        ValueError: as `Claim`, or decided by a training.
+
+    Example:
+        >>> from sparseattn.lab.decide import interval, verdict
+        >>> found = verdict(3.0, interval([2.9, 3.0, 3.1]), tolerance=0.5)
+        >>> conclude("X-3", found, notebook="34_tracking", scale="cpu", where="Table 1", statement="3 points more",
+        ...          decided="statistics").verdict
+        'reproduced'
+    """
+    _check_decided(id, decided)
+    row = dict(id=id, paper=source, where=where, statement=statement, kind=kind, notebook=notebook, decided=decided)
+    return _of_decision(decision, scale, needs, evidence, **row, **marks)
 
 # %% ../../nbs/lab/25_claims.ipynb #94f1ab58
 def not_attempted(id: str, *, notebook: str, where: str, statement: str, kind: str, reason: str,

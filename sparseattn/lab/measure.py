@@ -76,21 +76,21 @@ class Cost:
         return max(self.flops / ceilings.gemm, self.bytes / ceilings.copy, self.exps / ceilings.exp)
 
 # %% ../../nbs/lab/23_measure.ipynb #2908bca5
-def matmul_cost(m: int, k: int, n: int, *, batch: int = 1, itemsize: int = 4) -> Cost:
+def matmul_cost(m: int, k: int, n: int, *, batch: int = 1) -> Cost:
     """Cost of `batch` products (m, k) @ (k, n): 2 m k n flops each, operands and result touched once.
 
     Example:
         >>> matmul_cost(2, 3, 4)
         Cost(flops=48, bytes=104, exps=0, label='matmul')
     """
-    _positive(m=m, k=k, n=n, batch=batch, itemsize=itemsize)
-    return Cost(2 * batch * m * k * n, itemsize * batch * (m * k + k * n + m * n), 0, "matmul")
+    _positive(m=m, k=k, n=n, batch=batch)
+    return Cost(2 * batch * m * k * n, 4 * batch * (m * k + k * n + m * n), 0, "matmul")
 
 # %% ../../nbs/lab/23_measure.ipynb #23line1
-def linear_cost(rows: int, inputs: int, outputs: int, *, bias: bool = True, itemsize: int = 4) -> Cost:
+def linear_cost(rows: int, inputs: int, outputs: int, *, bias: bool = True) -> Cost:
     """Cost of a linear layer applied to `rows` vectors; the addition of the bias is not counted, reading it is."""
-    product = matmul_cost(rows, inputs, outputs, itemsize=itemsize)
-    return Cost(product.flops, product.bytes + itemsize * outputs * bias, 0, "linear")
+    product = matmul_cost(rows, inputs, outputs)
+    return Cost(product.flops, product.bytes + 4 * outputs * bias, 0, "linear")
 
 # %% ../../nbs/lab/23_measure.ipynb #23posi1
 def _positive(**values):
@@ -99,30 +99,30 @@ def _positive(**values):
             raise ValueError(f"{name}: expected a positive integer, got {value!r}")
 
 # %% ../../nbs/lab/23_measure.ipynb #2cc31ebf
-def _attention_cost(pairs, points, keys, heads, dim, value_dim, kernel, itemsize, stored, label):
+def _attention_cost(pairs, points, keys, heads, dim, value_dim, kernel, stored, label):
     """Cost of scoring `pairs` (all heads together) when every query, key, value and output is touched once."""
     inner = {"softmax": dim + value_dim, "gaussian": dim + 2 + value_dim + 1}
     if kernel not in inner:
         raise ValueError(f"kernel: expected one of {sorted(inner)}, got {kernel!r}")
     touched = heads * (points * (dim + value_dim) + keys * (dim + value_dim))
-    return Cost(2 * pairs * inner[kernel], itemsize * (touched + 2 * pairs * stored), pairs, label)
+    return Cost(2 * pairs * inner[kernel], 4 * (touched + 2 * pairs * stored), pairs, label)
 
 # %% ../../nbs/lab/23_measure.ipynb #23dens1
 def dense_attention_cost(n: int, heads: int, dim: int, value_dim: int | None = None, *, keys: int | None = None,
-                         kernel: str = "softmax", batch: int = 1, itemsize: int = 4, stored: bool = False) -> Cost:
+                         kernel: str = "softmax", batch: int = 1, stored: bool = False) -> Cost:
     """Cost of attention from n queries to all keys.
 
     Args:
         n, keys: number of queries and of keys (default n).
         heads, dim, value_dim: heads, width of queries and keys, width of values (default dim).
         kernel: "softmax", or "gaussian" with the norms and the denominator folded into the products.
-        batch, itemsize: sets, bytes a number.
+        batch: sets.
         stored: the scores go through main memory (one write, one read).
     """
     value_dim, keys = value_dim or dim, keys or n
-    _positive(n=n, heads=heads, dim=dim, value_dim=value_dim, keys=keys, batch=batch, itemsize=itemsize)
+    _positive(n=n, heads=heads, dim=dim, value_dim=value_dim, keys=keys, batch=batch)
     heads, label = heads * batch, f"dense {kernel}"
-    return _attention_cost(heads * n * keys, n, keys, heads, dim, value_dim, kernel, itemsize, stored, label)
+    return _attention_cost(heads * n * keys, n, keys, heads, dim, value_dim, kernel, stored, label)
 
 # %% ../../nbs/lab/23_measure.ipynb #f386b7dd
 def counted_flops(function: Callable, *args, **kwargs) -> int:
@@ -142,30 +142,30 @@ def block_pairs(n: int, block: int) -> int:
 
 # %% ../../nbs/lab/23_measure.ipynb #23hept1
 def hept_attention_cost(n: int, heads: int, dim: int, value_dim: int | None = None, *, tables: int = 3,
-                        block: int = 100, batch: int = 1, itemsize: int = 4, reread: bool = False) -> Cost:
+                        block: int = 100, batch: int = 1, reread: bool = False) -> Cost:
     """Cost of HEPT's block attention with a Gaussian kernel, without the sorting (HEPT, Sec. 4).
 
     Args:
         n, heads, dim, value_dim: points, heads, width of queries and keys (coordinates included), width of values.
         tables, block: hash tables and points a block.
-        batch, itemsize: sets, bytes a number.
+        batch: sets.
         reread: count q, k, v and partial results once a table instead of once in all.
     """
     value_dim = value_dim or dim
-    _positive(heads=heads, dim=dim, value_dim=value_dim, tables=tables, batch=batch, itemsize=itemsize)
+    _positive(heads=heads, dim=dim, value_dim=value_dim, tables=tables, batch=batch)
     heads = heads * batch
     pairs = heads * tables * block_pairs(n, block)
-    cost = _attention_cost(pairs, n, n, heads, dim, value_dim, "gaussian", itemsize, False, "HEPT blocks")
+    cost = _attention_cost(pairs, n, n, heads, dim, value_dim, "gaussian", False, "HEPT blocks")
     if not reread:
         return cost
     numbers = heads * n * (tables * (2 * dim + value_dim) + tables * 2 * (value_dim + 1) + value_dim)
-    return Cost(cost.flops, itemsize * numbers, cost.exps, cost.label)
+    return Cost(cost.flops, 4 * numbers, cost.exps, cost.label)
 
 # %% ../../nbs/lab/23_measure.ipynb #23sort1
-def sort_cost(n: int, rows: int = 1, *, itemsize: int = 4) -> Cost:
+def sort_cost(n: int, rows: int = 1) -> Cost:
     """Sorting rows of n keys: n log2 n comparisons a row, counted as flops; keys read, 8-byte positions written."""
-    _positive(n=n, rows=rows, itemsize=itemsize)
-    return Cost(rows * math.ceil(n * math.log2(n)), rows * n * (itemsize + 8), 0, "sort")
+    _positive(n=n, rows=rows)
+    return Cost(rows * math.ceil(n * math.log2(n)), rows * n * (4 + 8), 0, "sort")
 
 # %% ../../nbs/lab/23_measure.ipynb #cb8928c7
 @contextmanager

@@ -63,7 +63,7 @@ class Schedule:
         """Whether lr changes after each step, and not after each epoch."""
         return steps is not None and (self.kind == "cosine" or self.warmup > 0)
 
-    def build(self, optimiser, epochs, mode, steps=None):
+    def build(self, optimiser, epochs, steps=None):
         from torch.optim import lr_scheduler as lr
 
         self._check(steps)
@@ -71,7 +71,7 @@ class Schedule:
             return lr.LambdaLR(optimiser, lambda step: self.factor(step, steps))
         kinds = {"constant": lambda: lr.ConstantLR(optimiser, factor=1.0),
                  "step": lambda: lr.StepLR(optimiser, self.every, self.gamma),
-                 "plateau": lambda: lr.ReduceLROnPlateau(optimiser, mode, factor=self.gamma, patience=self.patience),
+                 "plateau": lambda: lr.ReduceLROnPlateau(optimiser, "max", factor=self.gamma, patience=self.patience),
                  "cosine": lambda: lr.CosineAnnealingLR(optimiser, epochs)}
         if self.kind not in kinds:
             raise ValueError(f"schedule: expected one of {sorted(kinds)}, got {self.kind!r}")
@@ -289,7 +289,7 @@ def _load(state: _State, session: "_Session"):
     other = {k: (content["settings"].get(k), v) for k, v in settings.items() if content["settings"].get(k) != v}
     if other:
         changes = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in other.items())
-        raise ValueError(f"checkpoint_dir: {path.name} belongs to other settings ({changes}); resume=False starts anew")
+        raise ValueError(f"checkpoint_dir: {path.name} belongs to other settings ({changes}); delete it to start anew")
     try:
         state.model.load_state_dict(content["model"])
         state.optimiser.load_state_dict(content["optimiser"])
@@ -386,7 +386,6 @@ class _Session:
     processes: _Processes
     settings: dict
     path: Path | None
-    every: int
     save_every_seconds: float | None
     max_seconds: float | None
     stop: Callable[[], bool] | None
@@ -437,7 +436,7 @@ def _epoch(network, state: _State, plan: "_Plan", session: _Session, bar):
 @torch.no_grad()
 def _validation(state: _State, plan: "_Plan", processes):
     """Numbers of the caller's validation, the same in every process."""
-    if plan.validate is None or (state.epoch + 1) % plan.validate_every:
+    if plan.validate is None:
         return {}
     values = {}
     if processes.rank == 0:
@@ -447,15 +446,12 @@ def _validation(state: _State, plan: "_Plan", processes):
     return _agree(values, processes)
 
 # %% ../../nbs/lab/21_train.ipynb #a0d5c8f7
-def _judge(state: _State, plan, values):
+def _judge(state: _State, values):
     """Put the weights aside if this validation is the best so far; returns its score (None without validation)."""
     if not values:
         return None
-    name = plan.metric or next(iter(values))
-    if name not in values:
-        raise ValueError(f"metric: validate returned {sorted(values)}, not {name!r}")
-    score, sign = values[name], 1 if plan.mode == "max" else -1
-    if math.isfinite(score) and (state.best_score is None or sign * score > sign * state.best_score):
+    score = next(iter(values.values()))
+    if math.isfinite(score) and (state.best_score is None or score > state.best_score):
         state.best = {key: weight.detach().clone() for key, weight in state.model.state_dict().items()}
         state.best_epoch, state.best_score = state.epoch, score
     return score
@@ -467,7 +463,7 @@ def _close_epoch(state: _State, plan: "_Plan", session: _Session):
     loss = _mean(float(state.total) / state.batch, plan.device, session.processes)
     row = {"epoch": state.epoch, "step": state.step, "loss": loss, "lr": state.optimiser.param_groups[0]["lr"]}
     values = _validation(state, plan, session.processes)
-    score = _judge(state, plan, values)
+    score = _judge(state, values)
     if plan.schedule.kind == "plateau":
         if score is not None:
             state.schedule.step(score)
@@ -518,9 +514,6 @@ class _Plan:
     optimiser: Optimiser
     schedule: Schedule
     validate: Callable | None
-    metric: str | None
-    mode: str
-    validate_every: int
     precision: str
     look_every: int
     device: torch.device
@@ -528,12 +521,10 @@ class _Plan:
     def __post_init__(self):
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"epochs and steps: expected exactly one, got {self.epochs} and {self.steps}")
-        for name in ("epochs", "steps", "validate_every", "look_every"):
+        for name in ("epochs", "steps", "look_every"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}: expected a positive integer, got {value!r}")
-        if self.mode not in ("max", "min"):
-            raise ValueError(f"mode: expected 'max' or 'min', got {self.mode!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         if self.schedule.kind == "plateau" and self.validate is None:
@@ -542,7 +533,6 @@ class _Plan:
     def settings(self, seed, world):
         """What a checkpoint must agree on. More epochs may be added later, except to a cosine; more steps may not."""
         facts = {"optimiser": dataclasses.asdict(self.optimiser), "schedule": dataclasses.asdict(self.schedule),
-                 "metric": self.metric, "mode": self.mode, "validate_every": self.validate_every,
                  "precision": self.precision, "seed": seed, "processes": world}
         facts["optimiser"]["betas"] = list(self.optimiser.betas)
         return facts | {"epochs": self.epochs if self.schedule.kind == "cosine" else None, "steps": self.steps}
@@ -559,7 +549,7 @@ def _reached(state: _State, plan: _Plan, session: _Session):
 
 # %% ../../nbs/lab/21_train.ipynb #21loop02
 def _loop(network, state: _State, plan: _Plan, session: _Session, progress):
-    """Epochs until a limit; saves every so often, at the end, and before it ends for another reason."""
+    """Epochs until a limit; saves after each, at the end, and before it ends for another reason."""
     from tqdm import tqdm
 
     hidden = True if session.processes.rank else (None if progress is None else not progress)
@@ -572,8 +562,7 @@ def _loop(network, state: _State, plan: _Plan, session: _Session, progress):
                 bar.set_postfix(epoch=state.epoch, loss=state.history[-1]["loss"])
             if halt is None and session.interrupted.is_set():
                 halt = KeyboardInterrupt(f"stopped after step {state.step}")
-            if halt is not None or state.epoch % session.every == 0:
-                _save(state, session)
+            _save(state, session)
             if halt is not None:
                 raise halt
     state.stopped = reason
@@ -594,15 +583,14 @@ def _start(model, plan: _Plan, seed):
     torch.manual_seed(seed)
     optimiser = plan.optimiser.build([p for p in model.parameters() if p.requires_grad])
     steps = [plan.steps] if plan.schedule.by_step(plan.steps) else []      # schedules of one's own may know epochs only
-    rule = plan.schedule.build(optimiser, plan.epochs, plan.mode, *steps)
+    rule = plan.schedule.build(optimiser, plan.epochs, *steps)
     zero = torch.zeros((), dtype=torch.float64, device=plan.device)
     return _State(model, optimiser, rule, torch.Generator(plan.device).manual_seed(seed), total=zero, norms=zero)
 
 # %% ../../nbs/lab/21_train.ipynb #73342f13
 def fit(model: nn.Module, batches: Callable[[int], Iterable], loss: Callable, *, epochs: int | None = None,
         steps: int | None = None, optimiser: Optimiser = Optimiser(), schedule: Schedule = Schedule(),
-        validate: Callable | None = None, metric: str | None = None, mode: str = "max", validate_every: int = 1,
-        checkpoint_dir: str | Path | None = None, every: int = 1, resume: bool = True, seed: int = 0, device=None,
+        validate: Callable | None = None, checkpoint_dir: str | Path | None = None, seed: int = 0, device=None,
         precision: str = "float32", look_every: int | None = None, progress: bool | None = None,
         max_seconds: float | None = None, save_every_seconds: float | None = None,
         stop: Callable[[], bool] | None = None) -> Fitted:
@@ -615,9 +603,9 @@ def fit(model: nn.Module, batches: Callable[[int], Iterable], loss: Callable, *,
         loss: (model, batch, generator) -> scalar; randomness from `generator` (on `device`) or torch's own generators.
         epochs, steps: length, exactly one of them.
         optimiser, schedule: see :class:`Optimiser` and :class:`Schedule`.
-        validate, metric, mode, validate_every: model -> dict of floats, every so many epochs, in evaluation mode
-            without gradients; `metric` (default: the first) picks the best weights, "max" or "min".
-        checkpoint_dir, every, resume: folder of `checkpoint.pt`, written every `every` epochs; False starts anew.
+        validate: model -> dict of floats, after each epoch, in evaluation mode without gradients; the best weights are
+            those with the greatest first one.
+        checkpoint_dir: folder of `checkpoint.pt`, written after each epoch.
         save_every_seconds: a checkpoint is also written within an epoch, when the last one is this old.
         seed: of the generator and of torch during the run (+ process number); torch's state is restored afterwards.
         precision: "float32"; "tf32", products of float32 matrices rounded on CUDA; "bfloat16", the loss under autocast.
@@ -640,17 +628,13 @@ def fit(model: nn.Module, batches: Callable[[int], Iterable], loss: Callable, *,
     """
     device = _device(device, model)
     look_every = (1 if device.type == "cpu" else 50) if look_every is None else look_every
-    plan = _Plan(batches, loss, epochs, steps, optimiser, schedule, validate, metric, mode, validate_every, precision,
-                 look_every, device)
-    if not isinstance(every, int) or every < 1:
-        raise ValueError(f"every: expected a positive integer, got {every!r}")
+    plan = _Plan(batches, loss, epochs, steps, optimiser, schedule, validate, precision, look_every, device)
     processes = _processes(device)
     path = Path(checkpoint_dir, "checkpoint.pt") if checkpoint_dir else None
-    session = _Session(processes, plan.settings(seed, processes.world), path, every, save_every_seconds, max_seconds,
-                       stop)
+    session = _Session(processes, plan.settings(seed, processes.world), path, save_every_seconds, max_seconds, stop)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _products(precision):
         state = _start(model.to(device), plan, seed + processes.rank)
-        if path is not None and resume and _agree(path.exists(), processes):
+        if path is not None and _agree(path.exists(), processes):
             _load(state, session)
         _loop(_wrap(model, device, processes), state, plan, session, progress)
     return Fitted(model.eval(), state.history, state.best, state.best_epoch, state.best_score, state.stopped,

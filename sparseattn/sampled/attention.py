@@ -21,7 +21,7 @@ from ..core.attention import (AttentionInfo, check_choice, check_count, check_de
                                        composed_gradients, dense_attention, fused_attention, has_values, hide_masked,
                                        transformed)
 from ..core.native import c_kernels, c_source
-from ..core.points import has_triton, invert, take_rows
+from ..core.points import has_triton, invert, peers_on_gpu, take_rows
 from ..core.transformer import head_channels, register_attention
 from .cycles import (_advance, _check_order_form, _real_first, check_order, cycle_pattern, cycle_successor,
                                        sample_cycle, shift_attention)
@@ -678,14 +678,6 @@ def _gathered(q, k, v, order):
     return _of_two(q, keys, values)
 
 
-def _peers(q, order):
-    "On a GPU, see `core.gpu.peers`; FlexAttention up to 8192 points."
-    if not has_triton(q):
-        return {}
-    from sparseattn.core.gpu import peers
-    return peers(_gathered, cycle_pattern(order).expand(q.shape[1], -1, -1) if q.shape[2] <= 8192 else None)
-
-
 @functools.cache
 def _compiled_cycle():
     return torch.compile(cycle_attention, dynamic=True, fullgraph=True)
@@ -725,7 +717,8 @@ def cycle_cases(n: int, heads: int = 8, width: int = 64, backward: bool = False,
     q, k, v, order = inputs or (*torch.randn(3, 1, heads, n, width, **draw), sample_cycle(n, **draw))
     forms = {"cycle": cycle_attention, "gather": _gathered, "indexed": _indexed}
     forms |= {"compiled": _compiled_cycle()} if compiled else {}
-    forms |= _peers(q, order)
+    pattern = (lambda: cycle_pattern(order).expand(q.shape[1], -1, -1)) if q.shape[2] <= 8192 else None
+    forms |= peers_on_gpu(q, _gathered, pattern)
     rivals = {"dense": _timed(_dense, q, k, v, order, backward)} if q.shape[2] <= 4096 else {}
     if not backward:
         source, target = torch.zeros(2, 2, *v.shape, dtype=v.dtype, device=v.device)

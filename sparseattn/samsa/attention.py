@@ -18,7 +18,7 @@ from ..core.attention import (AttentionInfo, check_choice, check_count, check_qk
                                        checked_cloud, composed_gradients, dense_attention, hide_masked, sees_values,
                                        transformed)
 from ..core.native import c_kernels, c_source
-from ..core.points import has_triton
+from ..core.points import peers_on_gpu
 from ..core.relaxation import check_noise, check_tau, gumbel
 from ..core.tiles import as_contiguous, few_keys_attention
 from ..core.transformer import head_channels, register_attention
@@ -512,14 +512,6 @@ def _expanded(q, k, v, scores, samples):
     return ((q @ keys.mT) * q.shape[3] ** -0.5).softmax(-1) @ values
 
 
-def _peers(q):
-    "On a GPU, see `core.gpu.peers`; FlexAttention walks over all keys of a tile, of which a sample touches every one."
-    if not has_triton(q):
-        return {}
-    from sparseattn.core.gpu import peers
-    return peers(_expanded)
-
-
 def _of_random(n, heads, width, device):
     draw = dict(generator=torch.Generator(device).manual_seed(n), device=device)
     return *torch.randn(3, 1, heads, n, width, **draw), torch.randn(1, heads, n, **draw)
@@ -547,7 +539,8 @@ def samsa_cases(n: int, samples: int = 128, heads: int = 8, width: int = 64,
     small = q.shape[2] <= 4096
     forms = {"samsa": lambda: samsa_attention(q, k, v, scores, samples=samples)}
     forms |= {"gather": lambda: _expanded(q, k, v, scores, samples)} if small else {}
-    forms |= {name: partial(form, q, k, v, scores, samples) for name, form in _peers(q).items()}
+    peers = peers_on_gpu(q, _expanded)  # FlexAttention walks over whole tiles, and a sample touches every one
+    forms |= {name: partial(form, q, k, v, scores, samples) for name, form in peers.items()}
     rivals = {"given keys": lambda: few_keys_attention(q, rows),
               "given keys, torch": lambda: F.scaled_dot_product_attention(q, *given)}
     rivals |= {"dense": lambda: few_keys_attention(q, every),

@@ -17,7 +17,7 @@ from ..core.attention import (_check_edges, PRESENCE_RULES, AttentionInfo, check
                                        edge_attention, edge_products, has_values, hide_masked, pattern_attention,
                                        sees_values, straight_through_presence)
 from ..core.patterns import edges_to_pattern
-from ..core.points import has_triton
+from ..core.points import peers_on_gpu
 from ..core.transformer import DenseAttention, head_channels, register_attention
 from .sampling import _chance, draw_edges
 
@@ -416,15 +416,6 @@ def _dense_from_list(q, k, v, edges):
     pattern[tuple(edges)] = True
     return nn.functional.scaled_dot_product_attention(q, k, v, pattern.view(*q.shape[:3], -1))
 
-
-def _peers(q, k, v, edges):
-    "On a GPU, see `core.gpu.peers`; FlexAttention up to 8192 tokens of one item."
-    if not has_triton(q):
-        return {}
-    from sparseattn.core.gpu import peers
-    small = len(q) == 1 and q.shape[2] <= 8192
-    return peers(_gather_scatter, edges_to_pattern(edges, (*q.shape[1:3], k.shape[2])) if small else None)
-
 # %% ../../nbs/sbm/41_attention.ipynb #41case01
 def _timed(form, *tensors, edges, backward):
     "A call without arguments; with `backward` it gives the gradients of the tensors."
@@ -457,8 +448,11 @@ def edge_cases(n: int, density: float = 0.01, heads: int = 1, width: int = 64, b
     forms = {"edge attention": edge_attention}
     forms |= {"gather-scatter": _gather_scatter} if edges.shape[1] <= 1e6 else {}
     forms["dense"] = _dense_from_list
-    forms |= _peers(*tensors, edges)
-    exact = _dense_from_list if tensors[0].shape[2] <= 8192 else _gather_scatter
+    q, k, _ = tensors
+    small = q.shape[2] <= 8192
+    pattern = (lambda: edges_to_pattern(edges, (*q.shape[1:3], k.shape[2]))) if small and len(q) == 1 else None
+    forms |= peers_on_gpu(q, _gather_scatter, pattern)
+    exact = _dense_from_list if small else _gather_scatter
     source, target = torch.zeros(2, (4 * tensors[0].nbytes + edges.nbytes) // 2, dtype=torch.uint8, device=device)
     told = dict(edges=edges, backward=backward)
     return {name: _timed(form, *tensors, **told) for name, form in forms.items()} | {

@@ -165,10 +165,11 @@ def test_what_lies_on_another_device_is_named(name):
 
 def test_peers_stand_beside_kernels_on_a_gpu_alone():
     from sparseattn.core.gpu import peers
-    from sparseattn.sampled.attention import _peers
-    from sparseattn.sampled.cycles import sample_cycle
+    from sparseattn.core.points import peers_on_gpu
+    from sparseattn.sampled.attention import cycle_cases
 
-    q, order = torch.randn(1, 2, 50, 16, device=DEVICE), sample_cycle(50).to(DEVICE)
-    names = ["gather, compiled", "FlexAttention"]
-    assert list(_peers(q, order)) == (names if DEVICE == "cuda" else [])
-    assert list(peers(torch.relu, torch.ones(1, 2, 2, dtype=torch.bool, device=DEVICE))) == names
+    names, pattern = ["gather, compiled", "FlexAttention"], torch.ones(1, 2, 2, dtype=torch.bool, device=DEVICE)
+    there = names if DEVICE == "cuda" else []
+    assert list(peers_on_gpu(pattern, torch.relu, lambda: pattern)) == there
+    assert list(cycle_cases(50, 2, 16, device=DEVICE)) == ["cycle", "gather", "indexed", *there, "rivals", "exact"]
+    assert list(peers(torch.relu, pattern)) == names

@@ -236,12 +236,26 @@ def test_decide_with_an_experiment():
     assert row.evidence.count("is within chance") == 1
 
 
+def test_conclude_takes_a_decision():
+    facts = dict(FACTS, kind="order", scale="cpu", decided="statistics")
+    row = claims.conclude("X-4", ("partly", "p 0.03"), **facts, evidence="9 curves", origin="ours", source="PAT")
+    assert (row.verdict, row.evidence, row.decided) == ("partly", "p 0.03 (scale cpu); 9 curves", "statistics")
+    assert (row.kind, row.origin, row.paper) == ("order", "ours", "PAT")
+    row = claims.conclude("X-4", ("partly", "p 0.03"), **facts, needs="gpu")
+    assert (row.verdict, row.evidence) == ("undecided", "p 0.03; run at scale cpu, decided at gpu and paper")
+    with pytest.raises(ValueError, match="X-4: a training is decided by an interval beside floors, see `decide`"):
+        claims.conclude("X-4", ("partly", "p 0.03"), **facts | {"decided": "training"})
+
+
 MAKERS = {
     "claim": lambda **o: claims.claim(**{**FACTS, "id": "X", "expect": "holds", "stated": True, **o}),
     "reproduce": lambda **o: claims.reproduce(**{**NUMBER, "id": "X", "expect": "not reproduced", **o}),
     "not_attempted": lambda **o: claims.not_attempted(**{**FACTS, "id": "X", "reason": "none", **o}),
     "decide": lambda **o: claims.decide(
         **{**FACTS, "id": "X", "scale": "cpu", "paper": 1.0, "tolerance": 0.1, "experiment": Found(), **o}
+    ),
+    "conclude": lambda **o: claims.conclude(
+        **{**FACTS, "id": "X", "scale": "cpu", "decided": "clock", "decision": ("partly", "p 0.03"), **o}
     ),
 }
 each_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparseattn.lab import report
-from sparseattn.lab.report import colour, panels, save_figure, save_table, use_style
+from sparseattn.lab.report import RIVAL_COLOURS, colour, panels, save_figure, save_table, use_style
 
 matplotlib.use("Agg")
 pd = pytest.importorskip("pandas")
@@ -59,6 +59,14 @@ def test_panels():
         plt.close(figure)
 
 
+@pytest.mark.parametrize("count,rows,columns", [(0, 1, 1), (1, 1, 1), (3, 1, 3), (5, 2, 3)])
+def test_panels_in_rows(count, rows, columns):
+    figure, axes = panels(columns=3, count=count, width=2, height=1)
+    assert tuple(figure.get_size_inches()) == (2 * columns, rows)
+    assert [axis.axison for axis in axes] == [i < count for i in range(rows * columns)]
+    plt.close(figure)
+
+
 def test_style_is_set():
     assert matplotlib.rcParams["savefig.dpi"] == 150 and not matplotlib.rcParams["axes.spines.top"]
 
@@ -68,6 +76,7 @@ def test_colours():
         assert re.fullmatch("#[0-9a-fA-F]{6}", colour(method))
     compared = [colour(m) for m in ("exact", "hept", "hept-union", "rff", "or-only", "grid", "zero")]
     assert len(set(compared)) == len(compared)
+    assert colour("smyrf") == colour("reformer") and len(set(RIVAL_COLOURS.values())) == len(RIVAL_COLOURS) == 14
     for unknown in ("HEPT", "", "flash"):
         with pytest.raises(ValueError, match=f"method is {unknown!r}; known: .*hept"):
             colour(unknown)
@@ -127,4 +136,4 @@ def test_writes_that_fail_leave_the_old_files(tmp_path, monkeypatch):
 
 
 def test_exports():
-    assert set(report.__all__) == {"use_style", "panels", "colour", "save_figure", "save_table"}
+    assert set(report.__all__) == {"RIVAL_COLOURS", "use_style", "panels", "colour", "save_figure", "save_table"}
