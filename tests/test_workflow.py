@@ -21,7 +21,8 @@ import publish
 import yaml
 from conftest import OWN_PACKAGE
 
-from sparseattn.data.cache import load_arrays
+from sparseattn.core.native import _cache
+from sparseattn.data.cache import cache_root, load_arrays
 
 ROOT = Path(__file__).parent.parent
 
@@ -274,6 +275,16 @@ def test_sets_are_built_from_packages_that_the_user_gives(tmp_path):
     none = build_set("conformers", SPARSEATTN_CACHE=cache, SPARSEATTN_DATA="")
     assert none.returncode == 1 and "Traceback" not in none.stderr
     assert re.search(r"data set conformers is not here: peptides_func/\S+, .* left out of 45_lra\n", none.stdout)
+
+
+def test_arrays_kernels_and_workflow_have_one_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert graph.cache_root() == cache_root() == _cache().parent == tmp_path / "own"
+    monkeypatch.delenv("SPARSEATTN_CACHE")
+    assert graph.cache_root() == cache_root() == _cache().parent == tmp_path / "xdg" / "sparseattn"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert graph.cache_root() == cache_root() == Path.home() / ".cache" / "sparseattn"
 
 
 def test_notebooks_say_which_sets_they_use(monkeypatch, tmp_path):

@@ -311,7 +311,8 @@ def data_files(root: Path, imports: Imports, modules: Iterable[str]) -> set[Path
 
 def cache_root() -> Path:
     """The cache folder, as `sparseattn.data.cache.cache_root` has it."""
-    return Path(os.environ.get("SPARSEATTN_CACHE") or Path.home() / ".cache" / PACKAGE).expanduser()
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", PACKAGE)
+    return Path(os.environ.get("SPARSEATTN_CACHE") or usual).expanduser()
 
 
 def data_folders() -> list[Path]:

@@ -6,7 +6,9 @@
 __all__ = ['cache_key', 'save_arrays', 'load_arrays', 'cache_root', 'cached', 'work_through', 'data_path', 'have_data']
 
 # %% ../../nbs/data/10_cache.ipynb #98dc70fc
+import contextlib
 import hashlib
+import importlib.resources
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -146,15 +148,32 @@ def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{Path(path).name}: the stored digest does not match the arrays")
     return arrays
 
+# %% ../../nbs/data/10_cache.ipynb #10plai02
+def _shipped(name: str) -> dict[str, np.ndarray]:
+    """The arrays of a file that comes with the package."""
+    with importlib.resources.as_file(importlib.resources.files("sparseattn.data") / "files" / name) as path:
+        return load_arrays(path)
+
+
+def _plain_file(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Arrays of a plain .npz that must be there."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path.name}: no such file")
+    with np.load(path, allow_pickle=False) as file:
+        if missing := [name for name in names if name not in file.files]:
+            raise ValueError(f"{path.name}: expected arrays {missing}, found {file.files}")
+        return {name: file[name] for name in names}
+
 # %% ../../nbs/data/10_cache.ipynb #486458b6
 def cache_root(root: str | Path | None = None) -> Path:
-    """The cache folder: the argument, else the variable SPARSEATTN_CACHE, else ~/.cache/sparseattn.
+    """The cache folder: the argument, else SPARSEATTN_CACHE, else `sparseattn` in XDG_CACHE_HOME or in ~/.cache.
 
     Example:
         >>> cache_root("somewhere").name
         'somewhere'
     """
-    return Path(root or os.environ.get("SPARSEATTN_CACHE") or Path.home() / ".cache" / "sparseattn").expanduser()
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "sparseattn")
+    return Path(root or os.environ.get("SPARSEATTN_CACHE") or usual).expanduser()
 
 
 def cached(name: str, params: dict, build: Callable[[], dict[str, np.ndarray]], *, version: int,
@@ -166,7 +185,7 @@ def cached(name: str, params: dict, build: Callable[[], dict[str, np.ndarray]], 
         params: everything its output depends on, beside its version.
         build: makes the arrays; called without arguments, only when there is no valid file.
         version: raised by hand whenever the output changes.
-        root: the cache folder; None means SPARSEATTN_CACHE or ~/.cache/sparseattn.
+        root: the cache folder; None means that of `cache_root`.
 
     Returns:
         name -> array; the same whether built or loaded.
@@ -199,6 +218,18 @@ def _watched(items: Iterable, what: str, *, total: int | None = None, show: bool
     return tqdm(items, desc=what, total=total, disable=None if show else True)
 
 
+@contextlib.contextmanager
+def _pool(workers: int) -> Iterator:
+    """Spawned processes; when it is left early, tasks not begun are dropped."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def work_through(function: Callable, tasks: Sequence, what: str, *, workers: int = 1, progress: bool = True) -> list:
     """Results of a function for every task, in order, behind a progress bar.
 
@@ -222,13 +253,25 @@ def work_through(function: Callable, tasks: Sequence, what: str, *, workers: int
     workers = min(workers, len(tasks))
     if workers <= 1:
         return list(_watched(map(function, tasks), what, **options))
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    try:
+    with _pool(workers) as pool:
         return list(_watched(pool.map(function, tasks), what, **options))
-    finally:
-        pool.shutdown(cancel_futures=True)
+
+# %% ../../nbs/data/10_cache.ipynb #10pass02
+def _whole(low: int, **numbers) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"{name}: expected an integer of at least {low}, got {value!r}")
+
+
+def _cuts(count: int, batch_size: int, *, generator, shuffle: bool, drop_last: bool = False, device="cpu") -> Sequence:
+    """Numbers of the examples of each batch of a pass, as tensors; of an empty set one batch without any."""
+    import torch
+    if batch_size < 1:
+        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+    if shuffle and generator is None:
+        raise ValueError("generator: expected a torch.Generator because shuffle=True, got None")
+    order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
+    return order.to(device).split(batch_size)[: count // batch_size if drop_last else None]
 
 # %% ../../nbs/data/10_cache.ipynb #4a8a13ab
 def _places(root: str | Path | None) -> list[Path]:

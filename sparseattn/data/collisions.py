@@ -5,13 +5,11 @@
 # %% auto #0
 __all__ = ['FIELD', 'HALF_WIDTH', 'HALF_LENGTH', 'PITCH', 'Cloud', 'helix', 'toy_particles', 'Detector', 'detector',
            'arc_to_radius', 'crossings', 'clusters', 'simulate_hits', 'features14', 'cloud_of_hits', 'sectors', 'split',
-           'have_pythia', 'generate_particles', 'simulate_events', 'simulated_dataset', 'example_clouds',
-           'nearest_sensor', 'load_trackml_csv', 'load_pixel_event', 'load_heptrkx', 'load_pixel54', 'positions_only',
-           'plot_event']
+           'have_pythia', 'simulate_events', 'example_clouds', 'nearest_sensor', 'load_trackml_csv', 'load_pixel_event',
+           'load_heptrkx', 'load_pixel54', 'positions_only', 'plot_event']
 
 # %% ../../nbs/data/15_collisions.ipynb #03f48222
 import functools
-import importlib.resources
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import cached, data_path, load_arrays, work_through
+from .cache import _plain_file, _shipped, _whole, cached, data_path, work_through
 from .exact import arctan2, cos, exp, log, product, sin
 
 # %% ../../nbs/data/15_collisions.ipynb #2f2daa7d
@@ -592,24 +590,8 @@ def _collision(process: str) -> list[tuple[float, ...]]:
     return kept
 
 # %% ../../nbs/data/15_collisions.ipynb #b8d7fea2
-def generate_particles(event: int, *, seed: int = 0, pileup: float = 200) -> dict[str, np.ndarray]:
-    """The charged particles of one bunch crossing: a top pair and a Poisson number of soft ones. Needs extra `hep`.
-
-    Args:
-        event: number of the event; event and seed fix the result.
-        seed: number of the sample.
-        pileup: mean number of soft inelastic collisions.
-
-    Returns:
-        x, y, z (mm), pt (GeV), phi, eta, charge: float64 arrays (p,); collisions spread by 55 mm along the beam.
-
-    Raises:
-        ImportError: Pythia is not installed; the message says what to install.
-
-    Example:
-        >>> generate_particles(0, pileup=2)["pt"].min() > 0.15    # doctest: +SKIP
-        True
-    """
+def _generate_particles(event: int, *, seed: int = 0, pileup: float = 200) -> dict[str, np.ndarray]:
+    """The charged particles of one bunch crossing: a top pair and a Poisson number of soft ones."""
     rng = np.random.default_rng([seed, event])
     for process in ("hard", "soft"):
         _pythia(process).rndm.init(int(rng.integers(1, 900_000_000)))
@@ -626,7 +608,7 @@ _VERSION = 5        # of the simulation; raise it whenever its output changes
 def _event_hits(event: int, seed: int, pileup: float, noise: float, root: str | None) -> dict[str, np.ndarray]:
     """Compact hits of one event, through the cache."""
     def build():
-        particles = generate_particles(event, seed=seed, pileup=pileup)
+        particles = _generate_particles(event, seed=seed, pileup=pileup)
         return simulate_hits(particles, np.random.default_rng([seed, event, 1]), noise=noise)
     params = {"event": event, "seed": seed, "pileup": float(pileup), "noise": float(noise), "pythia": "8.317.2"}
     return cached("collisions", params, build, version=_VERSION, root=root)
@@ -659,8 +641,8 @@ def simulate_events(count: int, *, seed: int = 0, pileup: float = 200, noise: fl
         >>> simulate_events(1, pileup=5)[0].sector    # doctest: +SKIP
         -1
     """
-    for name, value, low in (("count", count, 0), ("workers", workers, 1), ("first", first, 0), ("seed", seed, 0)):
-        _whole(name, value, low)
+    _whole(0, count=count, first=first, seed=seed)
+    _whole(1, workers=workers)
     if not (pileup >= 0 and math.isfinite(pileup)) or not 0 <= noise < 1:
         raise ValueError(f"pileup, noise: expected pileup >= 0 and noise in [0, 1), got {pileup!r} and {noise!r}")
     folder = None if root is None else str(root)
@@ -668,43 +650,6 @@ def simulate_events(count: int, *, seed: int = 0, pileup: float = 200, noise: fl
     work_through(_fill, tasks, "collisions", workers=workers, progress=progress)
     source = f"simulated collisions (Pythia 8, {pileup:g} soft + top pair, seed {seed})"
     return [cloud_of_hits(_event_hits(*task), event=task[0], source=source) for task in tasks]
-
-
-def _whole(name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name}: expected an integer of at least {low}, got {value!r}")
-
-# %% ../../nbs/data/15_collisions.ipynb #74acb3dd
-_cut = sectors        # the function above; below, the name is an argument
-
-
-def simulated_dataset(clouds: int, *, seed: int = 0, pileup: float = 200, sectors: int = 10, noise: float = 0.057,
-                      workers: int = 1, progress: bool = True, root: str | Path | None = None) -> list[Cloud]:
-    """Simulated clouds like Tracking-6k (`sectors=10`) or Tracking-60k (`sectors=1`); through the cache.
-
-    HEPT, Table 4: 500 clouds of 6.8k hits = 50 events of ten sectors, or 50 clouds of 56.7k hits.
-
-    Args:
-        clouds: how many; ceil(clouds / sectors) events are simulated.
-        sectors: cuts of an event, 1 for none. Others: as for `simulate_events`.
-
-    Returns:
-        `clouds` clouds, ordered by event, then sector.
-
-    Raises:
-        ValueError: numbers out of range. ImportError: not cached, and the extra `hep` is missing.
-
-    Example:
-        >>> len(simulated_dataset(60, workers=2))    # doctest: +SKIP
-        60
-    """
-    _whole("clouds", clouds, 1)
-    if sectors != 1 and (not isinstance(sectors, int) or sectors < 3):
-        raise ValueError(f"sectors: expected 1 or an integer of at least 3, got {sectors!r}")
-    events = simulate_events(-(-clouds // sectors), seed=seed, pileup=pileup, noise=noise, workers=workers,
-                             progress=progress, root=root)
-    cut = events if sectors == 1 else [part for event in events for part in _cut(event, sectors)]
-    return cut[:clouds]
 
 # %% ../../nbs/data/15_collisions.ipynb #79a9d367
 def example_clouds() -> list[Cloud]:
@@ -720,9 +665,7 @@ def example_clouds() -> list[Cloud]:
         >>> [cloud.event for cloud in example_clouds()]
         [0, 1, 2, 3, 4, 5]
     """
-    file = importlib.resources.files("sparseattn.data") / "files" / "collisions.npz"
-    with importlib.resources.as_file(file) as path:
-        arrays = load_arrays(path)
+    arrays = _shipped("collisions.npz")
     ends, events, numbers = (arrays.pop(name) for name in ("ends", "event", "sector"))
     source, clouds = "simulated collisions (Pythia 8, 5 soft + top pair, sectors), the package's fixture", []
     for k, (event, number) in enumerate(zip(events, numbers, strict=True)):
@@ -858,22 +801,12 @@ def load_pixel_event(path: str | Path | None = None) -> Cloud:
     """
     path = data_path("trackml", "event000021000.npz") if path is None else Path(path)
     names = ("features14", "labelled", "particle_id", "pt", "layer", "reconstructable", "hit_index")
-    a = _arrays(path, (*(f"pixel_{name}" for name in names), "all_xyz_mm"))
+    a = _plain_file(path, (*(f"pixel_{name}" for name in names), "all_xyz_mm"))
     features, keep, particle, pt, layer, reconstructable, index = (a[f"pixel_{name}"] for name in names)
     labels = {"particle": particle, "pt": pt, "reconstructable": reconstructable, "xyz": a["all_xyz_mm"][index]}
     labels = {name: value[keep] for name, value in labels.items()}
     source = "official TrackML event 21000, all pixel hits"
     return _cloud(features[keep].astype(float), layer[keep].astype(int), labels, 21000, -1, source)
-
-
-def _arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path.name}: no such file")
-    with np.load(path, allow_pickle=False) as file:
-        missing = [name for name in names if name not in file.files]
-        if missing:
-            raise ValueError(f"{path.name}: expected arrays {missing}, found {file.files}")
-        return {name: file[name] for name in names}
 
 # %% ../../nbs/data/15_collisions.ipynb #1a2b9317
 def load_heptrkx(path: str | Path | None = None, count: int | None = None) -> list[Cloud]:
@@ -897,7 +830,7 @@ def load_heptrkx(path: str | Path | None = None, count: int | None = None) -> li
         2
     """
     path = data_path("trackml", "heptrkx_plus_1GeV.npz") if path is None else Path(path)
-    a = _arrays(path, ("features_r_phi_z", "label", "offsets", "event_id"))
+    a = _plain_file(path, ("features_r_phi_z", "label", "offsets", "event_id"))
     source, clouds = "official TrackML, particles above 1 GeV, positions only", []
     for k, event in enumerate(a["event_id"][:count]):
         part = slice(a["offsets"][k], a["offsets"][k + 1])
@@ -946,7 +879,7 @@ def load_pixel54(path: str | Path | None = None, *, events: Sequence[int] | None
         >>> load_pixel54(events=range(2))    # doctest: +SKIP
     """
     path = data_path("trackml_pixel54", "pixel54.npz") if path is None else Path(path)
-    a = _arrays(path, ("xyz_um", "volume", "layer", "label", "label_inferred", "offsets", "event_id"))
+    a = _plain_file(path, ("xyz_um", "volume", "layer", "label", "label_inferred", "offsets", "event_id"))
     count = len(a["event_id"])
     if bad := [k for k in events or [] if not 0 <= k < count]:
         raise ValueError(f"events: expected places 0 to {count - 1}, got {bad[0]}")

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CLASSES', 'threshold_events_reference', 'threshold_events', 'Sensor', 'Subject', 'draw_subject', 'hand_paths',
-           'Stream', 'simulate_stream', 'Gestures', 'save_gestures', 'read_aedat', 'load_official', 'load_folder',
-           'gesture_sources', 'simulate_gestures', 'load_gestures', 'plot_clouds', 'window_starts', 'Clips',
-           'cut_clips', 'plot_windows', 'sample_points', 'batches', 'vote']
+           'Stream', 'simulate_stream', 'Gestures', 'save_gestures', 'load_official', 'load_folder', 'gesture_sources',
+           'simulate_gestures', 'load_gestures', 'plot_clouds', 'window_starts', 'Clips', 'cut_clips', 'plot_windows',
+           'sample_points', 'batches', 'vote']
 
 # %% ../../nbs/data/14_gestures.ipynb #96c17723
 import dataclasses
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import _watched, cached, data_path, have_data, load_arrays, save_arrays, work_through
+from .cache import _cuts, _watched, cached, data_path, have_data, load_arrays, save_arrays, work_through
 from .exact import cos, exp, log, sin
 
 # %% ../../nbs/data/14_gestures.ipynb #f1a320af
@@ -605,21 +605,8 @@ def _packets(data: bytes, name: str) -> Iterator[tuple[np.void, np.ndarray]]:
         warnings.warn(f"{name}: ends within a packet, whose events are left out", stacklevel=3)
 
 # %% ../../nbs/data/14_gestures.ipynb #e53d0ee6
-def read_aedat(path: str | Path) -> dict[str, np.ndarray]:
-    """Polarity events of an AEDAT 3.1 file.
-
-    Args:
-        path: the file. Where all events of a packet are counted as valid, their own bits are not asked.
-
-    Returns:
-        x, y (n,) int64, t (n,) int64 microseconds and polarity (n,) bool, in the order of the file.
-
-    Raises:
-        ValueError: not AEDAT 3.1, or a packet that cannot be. Warns about a last packet cut short.
-
-    Example:
-        >>> read_aedat("user01_led.aedat")["t"][:2]    # doctest: +SKIP
-    """
+def _read_aedat(path: str | Path) -> dict[str, np.ndarray]:
+    """x, y, t (microseconds) and polarity of the valid events of an AEDAT 3.1 file, in its order."""
     path = Path(path)
     words, times = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for head, events in _packets(path.read_bytes(), path.name):
@@ -646,7 +633,7 @@ def _label_rows(path: Path) -> np.ndarray:
 # %% ../../nbs/data/14_gestures.ipynb #10cccf43
 def _trial(path: Path) -> list[Stream]:
     """The streams of one official trial."""
-    events, streams = read_aedat(path), []
+    events, streams = _read_aedat(path), []
     for label, begin, end in _label_rows(path.with_name(f"{path.stem}_labels.csv")):
         rows = (events["t"] >= begin) & (events["t"] < end)
         x, y, t, up = (events[name][rows] for name in ("x", "y", "t", "polarity"))
@@ -1064,14 +1051,9 @@ def batches(clips: Clips, batch_size: int, *, points: int = 1024, generator: tor
         >>> sorted(next(batches(cut_clips(Gestures("one", (stream,))), 8, points=64, shuffle=False)))
         ['features', 'labels', 'points', 'stream']
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-    if shuffle and generator is None:
-        raise ValueError("generator: expected a torch.Generator because shuffle=True, got None")
-    order = torch.randperm(len(clips), generator=generator) if shuffle else torch.arange(len(clips))
     labels = clips.labels
-    for rows in order.split(batch_size) if len(order) else ():
-        if not (drop_last and len(rows) < batch_size):
+    for rows in _cuts(len(clips), batch_size, generator=generator, shuffle=shuffle, drop_last=drop_last):
+        if len(rows):
             events = sample_points(clips, rows, points, generator=generator, seed=seed)
             yield {"points": events[..., :3], "features": events[..., 3:], "labels": labels[rows],
                    "stream": clips.stream[rows]}

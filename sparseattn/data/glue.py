@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TASKS', 'SPECIAL', 'PAD', 'UNKNOWN', 'START', 'END', 'MASK', 'IGNORED', 'Examples', 'Task', 'read_table',
            'find_source', 'Vocabulary', 'train_vocabulary', 'load_task', 'Encoded', 'encode_examples', 'batches',
-           'mask_words', 'Corpus', 'pack', 'text_batches']
+           'mask_words', 'Corpus', 'text_batches']
 
 # %% ../../nbs/data/17_glue.ipynb #80dc9ed4
 import gzip
@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Int, Integer
 from torch import Tensor
 
-from .cache import data_path, have_data
+from .cache import _whole, data_path, have_data
 
 # %% ../../nbs/data/17_glue.ipynb #fd2bdd15
 @dataclass(frozen=True, eq=False)
@@ -525,9 +525,7 @@ def batches(encoded: Encoded, batch_size: int, *, generator: torch.Generator | N
         >>> next(batches(encoded, 32))["tokens"].shape[0]         # doctest: +SKIP
         32
     """
-    for name, value in (("batch_size", batch_size), ("window", window)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+    _whole(1, batch_size=batch_size, window=window)
     if generator is None:
         chosen = torch.arange(len(encoded)).split(batch_size)
     else:
@@ -636,30 +634,9 @@ class Corpus:
         return (text for _, text in heapq.merge(*(_placed(*source) for source in sources)))
 
 # %% ../../nbs/data/17_glue.ipynb #98f26804
-def pack(texts: Iterable[str], vocabulary: Vocabulary, length: int = 512) -> Iterator[Int[Tensor, "length"]]:
-    """Encode a stream of texts into rows of tokens: [CLS], then texts, each closed by [SEP].
-
-    Args:
-        texts: sentences or documents.
-        vocabulary: sub-words.
-        length: tokens of a row.
-
-    Yields:
-        (length,) int64; the last one ends with [PAD].
-
-    Raises:
-        ValueError: a length below 5.
-
-    Example:
-        >>> rows = torch.stack(list(pack(["a b", "b"], vocabulary, 8)))       # doctest: +SKIP
-    """
-    if not isinstance(length, int) or length < 5:
-        raise ValueError(f"length: expected an integer >= 5, got {length!r}")
-    return _pack(iter(texts), vocabulary, length)
-
-
-def _pack(texts, vocabulary, length):
-    row = []
+def _pack(texts: Iterable[str], vocabulary: Vocabulary, length: int) -> Iterator[Int[Tensor, "length"]]:
+    """A stream of texts as rows of tokens: [CLS], then texts, each closed by [SEP]; the last one ends with [PAD]."""
+    texts, row = iter(texts), []
     while chunk := list(itertools.islice(texts, 1000)):
         for ids in vocabulary.pieces(chunk):
             row += [*ids, END]
@@ -693,10 +670,9 @@ def text_batches(texts: Iterable[str], vocabulary: Vocabulary, batch_size: int, 
         >>> next(text_batches(Corpus(), vocabulary, 32, 128))["tokens"].shape      # doctest: +SKIP
         torch.Size([32, 128])
     """
-    for name, value in (("batch_size", batch_size), ("buffer", buffer)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
-    rows = pack(texts, vocabulary, length)
+    _whole(1, batch_size=batch_size, buffer=buffer)
+    _whole(5, length=length)
+    rows = _pack(texts, vocabulary, length)
     return _stacked(rows if generator is None else _mixed(rows, generator, buffer), batch_size)
 
 

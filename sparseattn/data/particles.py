@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import cached, data_path, work_through
+from .cache import _plain_file, _whole, cached, data_path, work_through
 from .collisions import _arcsinh, _pythia
 from .exact import arctan2, cos, exp, log, sin
 
@@ -114,9 +114,8 @@ def toy_crossings(count: int, *, seed: int = 0, wanted: int = 48, soft: int = 55
         >>> toy_crossings(2)[0].label.sum() > 20
         tensor(True)
     """
-    for name, value, low in (("count", count, 0), ("seed", seed, 0), ("wanted", wanted, 1), ("soft", soft, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError(f"{name}: expected an integer of at least {low}, got {value!r}")
+    _whole(0, count=count, seed=seed)
+    _whole(1, wanted=wanted, soft=soft)
     return [_toy_crossing(event, wanted, soft, np.random.default_rng([seed, event, 5])) for event in range(count)]
 
 
@@ -190,9 +189,8 @@ def simulate_crossings(count: int, *, seed: int = 0, pileup: float = 112, worker
         >>> len(simulate_crossings(2, pileup=1))    # doctest: +SKIP
         2
     """
-    for name, value, low in (("count", count, 0), ("workers", workers, 1), ("first", first, 0), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError(f"{name}: expected an integer of at least {low}, got {value!r}")
+    _whole(0, count=count, first=first, seed=seed)
+    _whole(1, workers=workers)
     if not (pileup >= 0 and math.isfinite(pileup)):
         raise ValueError(f"pileup: expected a number of at least 0, got {pileup!r}")
     tasks = [(event, seed, pileup, None if root is None else str(root)) for event in range(first, first + count)]
@@ -222,13 +220,9 @@ def load_workshop(count: int | None = None, *, pileup: float = 120, seed: int = 
         2
     """
     path = data_path("pileup_workshop2014", "pileup_samples.npz") if path is None else Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path.name}: no such file")
-    with np.load(path, allow_pickle=False) as file:
-        names = [f"{kind}_{part}" for kind in ("minbias", "dijet50") for part in ("pxpypzm", "pdg", "offsets")]
-        if missing := [name for name in names if name not in file.files]:
-            raise ValueError(f"{path.name}: {', '.join(missing)} missing, no sample of the pile-up workshop")
-        soft, jets = ([file[name] for name in names[part]] for part in (slice(3), slice(3, 6)))
+    names = [f"{kind}_{part}" for kind in ("minbias", "dijet50") for part in ("pxpypzm", "pdg", "offsets")]
+    arrays = list(_plain_file(path, names).values())
+    soft, jets = arrays[:3], arrays[3:]
     events = range(min(len(jets[2]) - 1, len(jets[2]) - 1 if count is None else count))
     return [_mixed(soft, jets, k, pileup, seed) for k in events]
 

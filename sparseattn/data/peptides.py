@@ -15,7 +15,6 @@ import dataclasses
 import gzip
 import hashlib
 import importlib.metadata
-import importlib.resources
 import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +27,8 @@ from jaxtyping import Float
 from scipy import linalg, sparse
 from torch import Tensor
 
-from .cache import cached, data_path, have_data, load_arrays, save_arrays, work_through
+from .cache import (_cuts, _shipped, cached, data_path, have_data, load_arrays, save_arrays,
+                                   work_through)
 from .exact import cos, product, sin
 
 # %% ../../nbs/data/18_peptides.ipynb #d2af11d6
@@ -280,10 +280,7 @@ def batches(peptides: Peptides, batch_size: int, *, generator: torch.Generator |
     """
     if batch_size < 1 or alike < 1:
         raise ValueError(f"batch_size, alike: expected at least 1, got {batch_size}, {alike}")
-    if shuffle and generator is None:
-        raise ValueError("generator: expected a torch.Generator because shuffle=True, got None")
-    order = torch.randperm(len(peptides), generator=generator) if shuffle else torch.arange(len(peptides))
-    pools = order.split(batch_size * alike)
+    pools = _cuts(len(peptides), batch_size * alike, generator=generator, shuffle=shuffle)
     if alike > 1:
         pools = [pool[peptides.sizes[pool].argsort(stable=True)] for pool in pools]
     cuts = [rows for pool in pools for rows in pool.split(batch_size)]
@@ -738,9 +735,7 @@ def _standard(shapes: np.ndarray) -> np.ndarray:
 
 # %% ../../nbs/data/18_peptides.ipynb #0652d1f8
 def _toy(task: str, split: str) -> Peptides:
-    file = importlib.resources.files("sparseattn.data") / "files" / "peptides.npz"
-    with importlib.resources.as_file(file) as path:
-        a = load_arrays(path)
+    a = _shipped("peptides.npz")
     cuts = np.cumsum([0, *(round(len(a["sequence"]) * share) for share in (0.7, 0.15))])
     parts = {"train": (0, cuts[1]), "val": (cuts[1], cuts[2]), "test": (cuts[2], None), "all": (0, None)}
     source = "160 invented peptides, part of the package"

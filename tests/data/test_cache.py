@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,8 +178,12 @@ def test_root_argument_variable_home(tmp_path, monkeypatch):
     assert cache_root() == tmp_path / "a" and cache_root(tmp_path) == tmp_path
     cached("g", {}, lambda: {"x": np.zeros(1)}, version=0)
     assert len(list((tmp_path / "a" / "g").iterdir())) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_root() == tmp_path / "a"
     monkeypatch.delenv("SPARSEATTN_CACHE")
-    assert cache_root().parts[-2:] == (".cache", "sparseattn")
+    assert cache_root() == tmp_path / "b" / "sparseattn" and cache_root(tmp_path) == tmp_path
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_root() == Path.home() / ".cache" / "sparseattn"
 
 
 def test_two_writers_at_once(tmp_path):

@@ -480,8 +480,6 @@ def test_bad_input_names_the_argument():
         (lambda: C.simulate_events(1, workers=0), "workers"),
         (lambda: C.simulate_events(1, pileup=float("inf")), "pileup"),
         (lambda: C.simulate_events(1, noise=-0.1), "noise"),
-        (lambda: C.simulated_dataset(0), "clouds"),
-        (lambda: C.simulated_dataset(1, sectors=2), "sectors"),
         (lambda: C.simulate_events(1.5), "count"),
     ):
         with pytest.raises(ValueError, match=word):
@@ -526,9 +524,9 @@ def test_plot_event():
 
 @pytest.mark.skipif(not C.have_pythia(), reason="extra hep is not installed")
 def test_events_do_not_depend_on_order_workers_or_cache(tmp_path):
-    last = C.generate_particles(1, pileup=5)
+    last = C._generate_particles(1, pileup=5)
     assert all(
-        (last[k] == C.generate_particles(1, pileup=5)[k]).all() for k in last
+        (last[k] == C._generate_particles(1, pileup=5)[k]).all() for k in last
     )  # again, in another state of the generator
     assert last["pt"].min() > 0.15 and np.abs(last["eta"]).max() < 4 and set(last["charge"]) == {-1.0, 1.0}
     a = C.simulate_events(2, pileup=5, progress=False, root=tmp_path / "a")
@@ -539,8 +537,6 @@ def test_events_do_not_depend_on_order_workers_or_cache(tmp_path):
     fixture = C.example_clouds()
     for k in range(2):  # made in another process, long ago
         assert abs(len(C.sectors(a[k])[k]) - len(fixture[k])) <= 0.02 * len(fixture[k])
-    data = C.simulated_dataset(12, pileup=5, progress=False, root=tmp_path / "a")
-    assert [(c.event, c.sector) for c in data] == [(0, s) for s in range(10)] + [(1, 0), (1, 1)]
 
 
 # official data, where it is

@@ -330,7 +330,7 @@ def write_trial(folder, name, events, labels):
 def test_aedat_round_trip(tmp_path):
     events = random_events(333, np.random.default_rng(0))
     write_trial(tmp_path, "user01_lab", events, [(1, 0, 10)])
-    read = G.read_aedat(tmp_path / "user01_lab.aedat")
+    read = G._read_aedat(tmp_path / "user01_lab.aedat")
     for name, k in (("x", 0), ("y", 1), ("t", 2), ("polarity", 3)):
         assert read[name].tolist() == [e[k] for e in events]
 
@@ -340,24 +340,24 @@ def test_aedat_overflow_validity_and_other_packets(tmp_path):
     path = tmp_path / "a.aedat"
     path.write_bytes(HEADER + packet(one, valid=1) + packet([(9, 9, 9, 1, 1)], kind=2) + packet(two, overflow=1)
                      + packet([], kind=1))
-    read = G.read_aedat(path)
+    read = G._read_aedat(path)
     assert read["x"].tolist() == [1, 5, 7] and read["t"].tolist() == [2**31 - 1, 2**31 + 7, 2**31 + 9]
     assert (np.diff(read["t"]) > 0).all()
     path.write_bytes(HEADER)
-    assert len(G.read_aedat(path)["t"]) == 0
+    assert len(G._read_aedat(path)["t"]) == 0
 
 
 def test_aedat_first_byte_of_events_may_be_a_hash(tmp_path):
     path = tmp_path / "a.aedat"
     path.write_bytes(HEADER + packet([(1, 2, 3, 1, 1)], kind=35) + packet([(1, 2, 3, 1, 1)]))       # 35 is "#"
-    assert G.read_aedat(path)["t"].tolist() == [3]
+    assert G._read_aedat(path)["t"].tolist() == [3]
 
 
 def test_aedat_cut_short_warns(tmp_path):
     path = tmp_path / "a.aedat"
     path.write_bytes((HEADER + packet([(1, 2, 3, 1, 1)]) + packet([(1, 2, 4, 1, 1)] * 3))[:-5])
     with pytest.warns(UserWarning, match="within a packet"):
-        assert G.read_aedat(path)["t"].tolist() == [3]
+        assert G._read_aedat(path)["t"].tolist() == [3]
 
 
 @pytest.mark.parametrize("data", [b"", b"#!AER-DAT2.0\r\n", b"PK\x03\x04", HEADER + packet([(1, 2, 3, 1, 1)], size=12),
@@ -368,7 +368,7 @@ def test_aedat_refuses(tmp_path, data):
     path = tmp_path / "a.aedat"
     path.write_bytes(data)
     with pytest.raises(ValueError, match="a.aedat"):
-        G.read_aedat(path)
+        G._read_aedat(path)
 
 
 def test_official_folder(tmp_path, monkeypatch):
@@ -385,7 +385,7 @@ def test_official_folder(tmp_path, monkeypatch):
     assert "official" in gestures.source and len(G.load_gestures("test", progress=False)) == 3
     assert len(G.load_gestures("train", users=1, progress=False)) == 3
     first = gestures.streams[1]
-    read = G.read_aedat(folder / "user01_led.aedat")
+    read = G._read_aedat(folder / "user01_led.aedat")
     rows = (read["t"] >= 500_000) & (read["t"] < 900_000)
     assert first.duration == 400_000 and np.array_equal(first.t, read["t"][rows] - 500_000)
     assert np.array_equal(first.x, read["x"][rows]) and np.array_equal(first.polarity, read["polarity"][rows])

@@ -419,7 +419,7 @@ def test_one_word_is_always_asked():
 @pytest.mark.parametrize("count", [0, 1, 7, 1200])
 def test_packing_loses_nothing(vocabulary, length, count):
     texts = (G._toy(600, seed=2).texts())[:count]
-    rows = list(G.pack(iter(texts), vocabulary, length))
+    rows = list(G._pack(iter(texts), vocabulary, length))
     wanted = [i for ids in vocabulary.pieces(texts) for i in [*ids, G.END]]
     assert all(row.shape == (length,) and row[0] == G.START for row in rows)
     flat = [i for row in rows for i in row[1:].tolist()]
@@ -428,7 +428,7 @@ def test_packing_loses_nothing(vocabulary, length, count):
 
 def test_streams_are_mixed_not_changed(vocabulary):
     texts = G._toy(300).texts()
-    plain = [tuple(row.tolist()) for row in G.pack(texts, vocabulary, 17)]
+    plain = [tuple(row.tolist()) for row in G._pack(texts, vocabulary, 17)]
     for buffer in (1, 7, 10_000):
         found = list(G.text_batches(texts, vocabulary, 16, 17, generator=seeded(), buffer=buffer))
         rows = [tuple(row) for b in found for row in b["tokens"].tolist()]

@@ -77,7 +77,8 @@ def fixture(points=256):
 
 
 def room(area, number, scan=True):
-    return scenes.compose_room(scenes.load_furniture("fixture"), area, number, density=200, scan=scan)
+    packed = scenes._packed_room(scenes.load_furniture("fixture"), area, number, 200, scan, 0)
+    return scenes._room(packed, area, scenes._composed("fixture", 200, scan))
 
 
 def person(number, seconds=0.3):
@@ -160,7 +161,7 @@ SMALL = {
     "sequences: toy image": lambda: task("image"),
     "sequences: toy retrieval": lambda: task("retrieval"),
     "sequences: manual pages": ring_of_pages,
-    "sequences: grey": lambda: {"x": sequences.grey(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))},
+    "sequences: grey": lambda: {"x": sequences._grey(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))},
     "glue: sentences": sentences,
     "peptides: fixture": lambda: peptides.load_peptides("toy_struct", split="all"),
     "peptides: functions": lambda: {"x": np.array([peptides.made_up_functions(one) for one in texts(100)])},
@@ -173,7 +174,7 @@ OUTSIDE = {
     "peptides: conformers": lambda: {
         "x": peptides.build_shapes(texts(3), (0,), sequence=True, progress=False, root=tempfile.mkdtemp())
     },
-    "collisions: Pythia": lambda: collisions.generate_particles(0, pileup=1),
+    "collisions: Pythia": lambda: collisions._generate_particles(0, pileup=1),
     "particles: Pythia": lambda: particles._crossing(0, 0, 1),
 }
 #: decimals that are compared: the last bits of these libraries are nobody's promise

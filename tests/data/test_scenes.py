@@ -35,6 +35,11 @@ def rooms():
     return S.load_rooms("fixture", rooms=1, density=150, progress=False)
 
 
+def composed(furniture, area, density=150.0, scan=True):
+    packed = S._packed_room(furniture, area, 0, density, scan, 0)
+    return S._room(packed, area, S._composed(furniture.name, density, scan))
+
+
 def plain_room(n=1000, size=(4.0, 3.0, 2.5), seed=0, area=1):
     rng = np.random.default_rng(seed)
     points = (rng.random((n, 3)) * size).astype(np.float32)
@@ -65,7 +70,7 @@ def test_every_kind_has_a_label_and_a_size():
 @pytest.mark.parametrize("largest, kind, expected", [(95.0, "chair", 0.01), (0.95, "chair", 1.0),
                                                      (7.7, "sofa", 2.0 / 7.7)])
 def test_units(largest, kind, expected):
-    assert S.metres(largest, kind) == pytest.approx(expected)
+    assert S._metres(largest, kind) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -149,18 +154,13 @@ def test_box_points_round_at_random():
 def test_drawn_things(kind):
     rng, room = np.random.default_rng(0), (5.0, 4.0, 2.8)
     for _ in range(10):
-        thing = S.draw_thing(kind, room, rng)
+        thing = S._drawn(kind, room, rng)
         low, high = thing.boxes[:, 0].min(0), thing.boxes[:, 1].max(0)
         assert np.allclose(low[:2], -high[:2]) and low[2] == 0 and np.allclose(high - low, thing.size)
         assert (thing.boxes[:, 0] < thing.boxes[:, 1]).all() and thing.size[2] <= room[2]
         x, normals, colours = thing.surface(200, rng)
         assert (x >= low - 1e-9).all() and (x <= high + 1e-9).all() and len(x) == len(colours) == len(normals)
         assert 0 <= colours.min() <= colours.max() <= 1
-
-
-def test_drawing_refuses():
-    with pytest.raises(ValueError, match="kind"):
-        S.draw_thing("piano", (4, 4, 3), np.random.default_rng(0))
 
 
 def test_boxes_meet_against_a_grid():
@@ -316,7 +316,7 @@ def test_rooms_are_what_they_should_be(rooms, furniture):
         assert room.points.dtype == np.float32 and (room.points.min(0) == 0).all() and room.points.max() < 12
         assert room.colours.dtype == np.uint8 and room.labels.max() < 13 and "not S3DIS" in room.source
         assert {room.names[k] for k in np.unique(room.objects)} <= set(room.names)
-    one = S.compose_room(furniture, 3, 0, density=150)
+    one = composed(furniture, 3)
     assert np.array_equal(one.points, rooms[2].points) and one.source == rooms[2].source
     part = one.subset(one.labels == 2)
     assert (part.labels == 2).all() and len(part) == len(part.objects) == (one.labels == 2).sum()
@@ -330,7 +330,7 @@ def test_workers_make_the_same_rooms(rooms, tmp_path, monkeypatch):
 
 
 def test_without_a_scanner_there_is_more(furniture):
-    scanned, everything = (S.compose_room(furniture, 6, 0, density=100, scan=scan) for scan in (True, False))
+    scanned, everything = (composed(furniture, 6, 100, scan) for scan in (True, False))
     assert len(scanned) < len(everything) and "all surfaces" in everything.source
 
 
@@ -375,7 +375,7 @@ def test_sweethome_areas_share_no_model():
     assert all(len(areas) == 1 for areas in owners.values())
     for kind in ("chair", "table", "sofa", "bookcase", "door", "window", "cabinet", "small"):
         assert all(furniture.of(kind, area) for area in S.AREAS), kind
-    room = S.compose_room(furniture, 5, 0, density=150)
+    room = composed(furniture, 5)
     assert {"floor", "wall", "door", "chair"} <= {S.LABELS[k] for k in np.unique(room.labels)}
 
 

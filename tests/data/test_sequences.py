@@ -203,9 +203,9 @@ def test_listops_has_no_repetitions_and_grows_at_the_end():
 def test_any_number_of_workers(tmp_path):
     made = [load("listops", train=700, workers=w, cache=tmp_path / str(w)) for w in (1, 2)]
     assert all(same(getattr(made[0], p), getattr(made[1], p)) for p in ("train", "val", "test"))
-    params = {"part": "val", "seed": 3, "recipe": json.loads(json.dumps(S.dataclasses.asdict(S.TOY_PATHFINDER)))}
+    params = {"part": "val", "seed": 3, "recipe": json.loads(json.dumps(S.dataclasses.asdict(S._TOY_PATHFINDER)))}
     backwards = [S._chunk(("pathfinder", params | {"chunk": k}, tmp_path / "b")) for k in (1, 0)]
-    forwards = S.pathfinder_set(130, "val", recipe=S.TOY_PATHFINDER, seed=3, progress=False, root=tmp_path / "f")
+    forwards = S._pathfinder_set(130, "val", S._TOY_PATHFINDER, 3, (1, None), False, tmp_path / "f")
     assert (np.concatenate([backwards[1]["images"], backwards[0]["images"]])[:130] == forwards["images"]).all()
 
 
@@ -221,9 +221,9 @@ def test_official_listops(tmp_path):
     assert S.listops_decode(task.train.tokens[0].tolist()) == "[MAX 4 [MIN 2 3 ] ]"
     (folder / "wrong.tsv").write_text(f"Source\tTarget\n{text}\t5\n")
     with pytest.raises(ValueError, match="line 2: the label 5"):
-        S.load_listops_tsv(folder / "wrong.tsv")
+        S._load_listops_tsv(folder / "wrong.tsv")
     with pytest.raises(ValueError, match="Source and Target"):
-        S.load_listops_tsv(__file__)
+        S._load_listops_tsv(__file__)
 
 
 # Pathfinder
@@ -282,7 +282,7 @@ def test_pathfinder_repeats_the_original_program():
 
 
 def test_pathfinder_unambiguous():
-    recipe = S.dataclasses.replace(S.TOY_PATHFINDER, unambiguous=True)
+    recipe = S.dataclasses.replace(S._TOY_PATHFINDER, unambiguous=True)
     made = S.pathfinder_pictures(60, np.random.default_rng(2), recipe=recipe)
     found = [S.pathfinder_solve(d, c, recipe) for d, c in zip(made["dashes"], made["discs"], strict=True)]
     assert found == (made["labels"] == 1).tolist()
@@ -292,10 +292,8 @@ def test_pathfinder_bad_input():
     for wrong in ({"size": 20}, {"contour": 1}, {"thickness": 0.3}, {"dash": 0}):
         with pytest.raises(ValueError):
             S.PathfinderRecipe(**wrong)
-    with pytest.raises(ValueError, match="part"):
-        S.pathfinder_set(3, "training")
     with pytest.raises(ValueError, match="workers"):
-        S.pathfinder_set(3, workers=0)
+        S.load_task("pathfinder", source="generated", workers=0)
 
 
 def test_official_pathfinder(tmp_path):
@@ -304,7 +302,7 @@ def test_official_pathfinder(tmp_path):
     folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
     (folder / "imgs" / "0").mkdir(parents=True)
     (folder / "metadata").mkdir()
-    made = S.pathfinder_pictures(20, np.random.default_rng(0), recipe=S.TOY_PATHFINDER)
+    made = S.pathfinder_pictures(20, np.random.default_rng(0), recipe=S._TOY_PATHFINDER)
     lines = []
     for k, (image, label) in enumerate(zip(made["images"], made["labels"], strict=True)):
         Image.fromarray(image).save(folder / "imgs" / "0" / f"sample_{k}.png")
@@ -318,9 +316,9 @@ def test_official_pathfinder(tmp_path):
     for row, label in zip(task.train.tokens, task.train.labels, strict=True):
         assert known[row.numpy().tobytes()] == label
     np.save(folder / "metadata" / "0.npy", np.array([line.split() for line in lines]))  # the newer program's form
-    assert len(S.load_pathfinder_files(folder)[0][1]) == 19
+    assert len(S._load_pathfinder_files(folder)[0][1]) == 19
     with pytest.raises(FileNotFoundError):
-        S.load_pathfinder_files(tmp_path)
+        S._load_pathfinder_files(tmp_path)
 
 
 # text
@@ -340,8 +338,8 @@ def write_tsv(path, rows):
 
 def test_text_tokens():
     text = "a\u00e9\U0001f600"
-    assert (S.text_tokens(text).astype(int) - 1).astype(np.uint8).tobytes().decode() == text
-    assert S.text_tokens("".join(map(chr, range(0x800)))).min() >= 1
+    assert (S._text_tokens(text).astype(int) - 1).astype(np.uint8).tobytes().decode() == text
+    assert S._text_tokens("".join(map(chr, range(0x800)))).min() >= 1
 
 
 def test_text_from_both_halves(tmp_path):
@@ -384,7 +382,7 @@ def test_official_text(tmp_path):
     task = S.load_task("text", val=4, root=tmp_path)
     assert (len(task.train), len(task.val), len(task.test)) == (16, 4, 20)
     with pytest.raises(FileNotFoundError):
-        S.load_imdb_folder(tmp_path)
+        S._load_imdb_folder(tmp_path)
 
 
 def test_toy_text_needs_its_negations():
@@ -399,7 +397,7 @@ def test_toy_text_needs_its_negations():
 
 def test_grey():
     rgb = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255], [0, 0, 0]], np.uint8)
-    assert S.grey(rgb).tolist() == [76, 149, 29, 255, 0]
+    assert S._grey(rgb).tolist() == [76, 149, 29, 255, 0]
 
 
 def test_official_cifar10(tmp_path):
@@ -409,7 +407,7 @@ def test_official_cifar10(tmp_path):
     raw[..., 0] = np.arange(20) % 10
     for k, name in enumerate([*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]):
         raw[k].tofile(folder / name)
-    (images, labels), (held, _) = S.load_cifar10_binary(folder)
+    (images, labels), (held, _) = S._load_cifar10_binary(folder)
     assert images.shape == (100, 32, 32) and held.shape == (20, 32, 32) and (labels == np.arange(100) % 10).all()
     red, green, blue = (int(raw[1, 3, 1 + 1024 * c + 32 * 5 + 7]) for c in range(3))
     assert abs(int(images[23, 5, 7]) - (0.2989 * red + 0.587 * green + 0.114 * blue)) <= 1
@@ -420,7 +418,7 @@ def test_official_cifar10(tmp_path):
     assert (whole[:2, :2].mean() - quarter[0, 0]).abs() <= 0.5 and small.train.lengths.unique().tolist() == [256]
     (folder / "test_batch.bin").write_bytes(b"123")
     with pytest.raises(ValueError, match="test_batch.bin"):
-        S.load_cifar10_binary(folder)
+        S._load_cifar10_binary(folder)
 
 
 def test_jpeg_cifar10(tmp_path):
@@ -437,7 +435,7 @@ def test_jpeg_cifar10(tmp_path):
     task = S.load_task("image", train=10, val=10, test=10, root=tmp_path)
     assert task.source == "grey JPEG CIFAR-10"
     values = np.random.default_rng(0).integers(0, 256, 30)
-    images, labels, first = S.load_cifar10_jpeg(tmp_path / "cifar10" / "cifar10_jpeg_60k.npz", rows=[4, 25])
+    images, labels, first = S._load_cifar10_jpeg(tmp_path / "cifar10" / "cifar10_jpeg_60k.npz", rows=[4, 25])
     assert np.abs(images.mean((1, 2)) - values[[4, 25]]).max() < 2 and labels.tolist() == [4, 5] and first == 20
 
 
@@ -457,7 +455,7 @@ def test_fashion(tmp_path):
     assert not picture[:2].any() and not picture[:, 30:].any() and picture[2:30, 2:30].all()
     (folder / "bad").write_bytes(b"\0\0\x08\x01\0\0\0\x05abc")
     with pytest.raises(ValueError, match="IDX"):
-        S.load_idx(folder / "bad")
+        S._load_idx(folder / "bad")
 
 
 # retrieval
@@ -498,7 +496,7 @@ def write_pages(folder, count=24):
 
 
 def test_roff():
-    sections = dict(S.roff_sections(PAGE.format(upper="X", name="x", other="y", package="p", section=3, word="w")))
+    sections = dict(S._roff_sections(PAGE.format(upper="X", name="x", other="y", package="p", section=3, word="w")))
     assert list(sections) == ["NAME", "SYNOPSIS", "DESCRIPTION", "SEE ALSO", "AUTHOR"]
     assert sections["NAME"] == "x - about w" and sections["SYNOPSIS"] == "x\n[options]"
     assert sections["DESCRIPTION"] == "Options of w; compare y and\ny(3)."
@@ -585,10 +583,10 @@ def test_official_retrieval(tmp_path):
     first = task.train.tokens[0, 0, : task.train.lengths[0, 0]]
     assert (first - 1).numpy().tobytes().decode() == 'first "text 0'
     with pytest.raises(ValueError, match="balanced"):
-        S.load_aan_tsv(folder / "new_aan_pairs.test.tsv", count=11)
+        S._load_aan_tsv(folder / "new_aan_pairs.test.tsv", count=11)
     (folder / "bad.tsv").write_text("1.0\tonly\n")
     with pytest.raises(ValueError, match="line 1"):
-        S.load_aan_tsv(folder / "bad.tsv")
+        S._load_aan_tsv(folder / "bad.tsv")
 
 
 def test_toy_pairs():

@@ -123,8 +123,8 @@ def test_obj_faces_count_both_ways():
 
 def test_families_forget_numbers():
     same = ["PinHeader_1x07_P2.54mm_Vertical", "PinHeader_2x40_P1.00mm_Vertical"]
-    assert len({S.name_family(name) for name in same}) == 1
-    assert S.name_family("PinHeader_1x07_P2.54mm_Horizontal") != S.name_family(same[0])
+    assert len({S._name_family(name) for name in same}) == 1
+    assert S._name_family("PinHeader_1x07_P2.54mm_Horizontal") != S._name_family(same[0])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -240,7 +240,7 @@ def test_sweethome_turns_models_upright(tmp_path):
     ("Table fan", "Miscellaneous", None), ("Wine bottle", "Kitchen", "vessel"),
     ("Garage door", "Doors and windows", "opening")])
 def test_furniture_classes(name, category, wanted):
-    number = S.furniture_class(name, category)
+    number = S._furniture_class(name, category)
     assert (S._FURNITURE[number][0] if number >= 0 else None) == wanted
 
 
