@@ -412,7 +412,7 @@ def _meetings(slot_q, slot_k, place_q, place_k):
     "In how many tables the query and the key of a pair of slots are in one cluster, at least 1."
     tables, clusters, size = slot_q.shape[2:]
     start = clusters * size * torch.arange(tables, device=slot_q.device)[:, None]
-    in_q, in_k = (nn.functional.pad((place - start) // size, (0, 1), value=-1).mT for place in (place_q, place_k))
+    in_q, in_k = (nn.functional.pad(((x - start) // size).float(), (0, 1), value=-1).mT for x in (place_q, place_k))
     at_q, at_k = take_rows(in_q, slot_q), take_rows(in_k, slot_k)
     return sum((at_q[..., :, None, t] == at_k[..., None, :, t]).to(torch.int16) for t in range(tables)).clamp(min=1)
 
