@@ -553,6 +553,24 @@ def test_fingerprints_know_sources_in_c(collection):
     assert {p.removeprefix("sparseattn/") for p in found} == {"native.py", "csrc/a.c", "csrc/all.h"}
 
 
+def test_fingerprints_leave_docstrings_out(tmp_path):
+    """Docstrings, empty lines and marks of cells are in no hash; strings that are values, and comments in C, are."""
+    path = tmp_path / "a.py"
+
+    def hashed(text: str) -> bytes:
+        path.write_text(text)
+        return graph._computes(path)
+
+    plain = hashed('def f(x):\n    return x\n')
+    assert hashed('"""Module."""\n\n# %% a.ipynb #1\ndef f(x):\n    r"""One,\n\n    two.\n    """\n    return x') == plain
+    assert hashed('class A:\n    """Text."""\n    a = 1\n') == hashed("class A:\n    a = 1\n")
+    assert hashed('def f(x):\n    return y\n') != plain and hashed('x = """a"""\n') != hashed('x = """b"""\n')
+    assert hashed('def f(x): "one"\n') != hashed('def g(x): "one"\n')
+    other = tmp_path / "a.c"
+    other.write_text("/* a */")
+    assert graph._computes(other) == b"/* a */"
+
+
 def test_fingerprints_follow_libraries_and_compiler(collection, monkeypatch):
     """Another torch, other pins, a compiler that comes or goes: all notebooks run again."""
     root = collection.root

@@ -481,7 +481,8 @@ def test_what_was_found_is_in_the_committed_ledger():
 
 def test_every_undecided_training_says_why():
     """In words that the ledger knows: it counts as open what nothing but the interval held back."""
-    words = ("the interval holds values", "two standard errors", "trained once", "planned trainings", "without a record",
-             "run at scale", "nothing tells")
-    rows = [row for row in claims.read(ROOT / "figures/claims.csv") if row.decided == "training" and row.verdict == "undecided"]
+    words = ("the interval holds values", "two standard errors", "trained once", "planned trainings",
+             "without a record", "run at scale", "nothing tells")
+    rows = claims.read(ROOT / "figures/claims.csv")
+    rows = [row for row in rows if row.decided == "training" and row.verdict == "undecided"]
     assert rows and [row.id for row in rows if not any(word in row.evidence for word in words)] == []

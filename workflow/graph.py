@@ -6,9 +6,10 @@ attention it names, and on the data files those modules name. A package's `__ini
 are taken from it: `from sparseattn.core.attention import x` does not depend on everything that
 `sparseattn/__init__.py` re-exports.
 
-Results hold the hashes of the files they depend on (`sources` and `records` in run.json). `changes` compares them with
-the files as they are: results are *stale* when something changed since. That is no error, a kernel proved equal does
-not void results, but it is told: figures/stale.csv lists them.
+Results hold the hashes of the files they depend on (`sources` and `records` in run.json); of a module, of what
+computes: a docstring that is reworded makes nothing old. `changes` compares them with the files as they are: results
+are *stale* when something changed since. That is no error, a kernel proved equal does not void results, but it is
+told: figures/stale.csv lists them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ STALE = ("notebook", "changed since", "changed since, bookkeeping")  #: columns 
 UNKNOWN = "unknown: made before hashes were kept"
 REGISTRY = f"{PACKAGE}.core.transformer"  #: finds attentions by name
 STUDIES = f"{PACKAGE}.studies"  #: what is trained
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _EXPORTED = re.compile(r"^#\|\s*export", re.M)
 
 
@@ -186,7 +188,7 @@ class Imports:
         return set().union(*map(_strings, _parsed(notebook)), *(self._strings[m] for m in studies))
 
     def studies(self, notebook: Notebook) -> list[str]:
-        """Names of the studies whose records a notebook reads: it writes them, or imports them where it exports nothing.
+        """Names of the studies whose records a notebook reads: it writes them, or imports them and exports nothing.
 
         What an exported cell takes from another study is code, as is what a study takes from another.
         """
@@ -328,10 +330,24 @@ def data_listing() -> str:
 
 
 def module_sources(root: Path, imports: Imports, modules: Iterable[str]) -> dict[str, str]:
-    """Hash of each module's file and of the data files they name, by path."""
+    """Hash of each module's code and of the data files they name, by path."""
     modules = set(modules)
     files = {imports.file(m) for m in modules} | data_files(root, imports, modules)
-    return {p.as_posix(): _sha256((root / p).read_bytes()) for p in sorted(files)}
+    return {p.as_posix(): _sha256(_computes(root / p)) for p in sorted(files)}
+
+
+def _computes(path: Path) -> bytes:
+    """What a file computes with: of Python, all but docstrings, empty lines and nbdev's marks between cells."""
+    if path.suffix != ".py":
+        return path.read_bytes()
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            if lines[text.lineno - 1].lstrip().startswith(('"""', 'r"""')):  # alone on its lines
+                lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+    return "\n".join(line for line in lines if line.strip() and not line.startswith("# %% ")).encode()
 
 
 def sources(root: Path, notebook: Notebook, imports: Imports) -> dict[str, str]:

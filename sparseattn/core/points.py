@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from scipy.spatial import cKDTree
 from torch import Tensor
 
@@ -565,11 +565,11 @@ def gather_points(x: Float[Tensor, "b n c"], index: Int[Tensor, "b *shape"]) -> 
     return x.gather(1, rows).view(*index.shape, x.shape[2])
 
 
-def take_rows(x: Float[Tensor, "*batch n c"], index: Int[Tensor, "*all"]) -> Float[Tensor, "*all c"]:
+def take_rows(x: Shaped[Tensor, "*batch n c"], index: Int[Tensor, "*all"]) -> Shaped[Tensor, "*all c"]:
     """Rows of x by number as `gather_points` has them, with any leading dimensions and unchecked.
 
     Args:
-        x: features or coordinates.
+        x: features, coordinates or numbers.
         index: numbers of points, in the leading dimensions of x and any further; one out of range reads another row.
 
     Example:
@@ -577,8 +577,8 @@ def take_rows(x: Float[Tensor, "*batch n c"], index: Int[Tensor, "*all"]) -> Flo
         tensor([7., 5.])
     """
     *batch, n, channels = x.shape
-    first = torch.arange(0, math.prod(batch) * n, n, device=x.device).view(*batch, *[1] * (index.dim() - len(batch)))
-    return x.reshape(-1, channels).index_select(0, (index + first).flatten()).view(*index.shape, channels)
+    first = n * torch.arange(math.prod(batch), device=x.device).view(*batch, *[1] * (index.dim() - len(batch)))
+    return x.flatten(0, -2).index_select(0, (index + first).flatten()).view(*index.shape, channels)
 
 
 def check_index(name: str, index: Tensor, n: int | None) -> None:

@@ -453,7 +453,8 @@ def test_text_holds_the_numbers():
     once = verdict(3.0, around(3, 0.1, over="items only"), tolerance=1)
     assert once.verdict == "undecided" and "trained once), tolerance 1; " in once.why
     assert once.why.endswith("a row was trained once: differences under 0.1 are hidden already, and three trainings of "
-                             "each row would find, in four of five runs, 3.3 times the sd of their differences, test items apart")
+                             "each row would find, in four of five runs, 3.3 times the sd of their differences, test "
+                             "items apart")
     less = verdict(None, around(3, 0.1), tolerance=0, sign=-1)
     assert less.why.startswith("expected below 0, ours 3 [") and less.why.endswith("leaves out what was expected")
     ours = verdict(3.0, around(1, 0.1), tolerance=0.5, printed=False)
