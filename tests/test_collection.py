@@ -562,7 +562,8 @@ def test_fingerprints_leave_docstrings_out(tmp_path):
         return graph._computes(path)
 
     plain = hashed('def f(x):\n    return x\n')
-    assert hashed('"""Module."""\n\n# %% a.ipynb #1\ndef f(x):\n    r"""One,\n\n    two.\n    """\n    return x') == plain
+    module = '"""Module."""\n\n# %% a.ipynb #1\ndef f(x):\n    r"""One,\n\n    two.\n    """\n    return x\n'
+    assert hashed(module) == plain
     assert hashed('class A:\n    """Text."""\n    a = 1\n') == hashed("class A:\n    a = 1\n")
     assert hashed('def f(x):\n    return y\n') != plain and hashed('x = """a"""\n') != hashed('x = """b"""\n')
     assert hashed('def f(x): "one"\n') != hashed('def g(x): "one"\n')
