@@ -572,6 +572,20 @@ def test_fingerprints_leave_docstrings_out(tmp_path):
     assert graph._computes(other) == b"/* a */"
 
 
+def test_a_page_that_prints_docstrings_depends_on_them(collection):
+    root, key = collection.root, "sparseattn/data/numbers.py"
+    (root / "sparseattn/data").mkdir()
+
+    def hashed(docstring: str) -> str:
+        (root / key).write_text(docstring + "def number():\n    return 3\n")
+        imports = graph.Imports(root)
+        return graph.sources(root, graph.find_notebooks(root)["hept/31_two"], imports)[key]
+
+    assert hashed("") == hashed('"""Three."""\n')
+    collection.edit("hept/31_two", "number()", "print(inspect.getdoc(number))")
+    assert hashed("") != hashed('"""Three."""\n')
+
+
 def test_fingerprints_follow_libraries_and_compiler(collection, monkeypatch):
     """Another torch, other pins, a compiler that comes or goes: all notebooks run again."""
     root = collection.root

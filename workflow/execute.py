@@ -110,13 +110,13 @@ def execute(root: Path, notebook: graph.Notebook, scale: str, by=by_papermill) -
     shutil.rmtree(root / f"build/{scale}/figures/{notebook.stem}", ignore_errors=True)
     try:
         by(root / notebook.path, output, parameters(notebook, scale), root)
+        if notebook.has_parameters and not (root / notebook.run_json(scale)).exists():
+            missing = notebook.run_json(scale)
+            return f"{notebook.path}\n  has a parameters cell but wrote no {missing}: does it end with run.finish()?"
+        pictures.small_outputs(output)
+        pictures.small_files((root / notebook.run_json(scale)).parent)
     except Exception as error:  # whatever it is: the copy and a readable line are left, the other notebooks go on
         return describe(error, notebook, output)
-    if notebook.has_parameters and not (root / notebook.run_json(scale)).exists():
-        missing = notebook.run_json(scale)
-        return f"{notebook.path}\n  has a parameters cell but wrote no {missing}: does it end with run.finish()?"
-    pictures.small_outputs(output)
-    pictures.small_files((root / notebook.run_json(scale)).parent)
     return ""
 
 

@@ -7,9 +7,9 @@ are taken from it: `from sparseattn.core.attention import x` does not depend on 
 `sparseattn/__init__.py` re-exports.
 
 Results hold the hashes of the files they depend on (`sources` and `records` in run.json); of a module, of what
-computes: a docstring that is reworded makes nothing old. `changes` compares them with the files as they are: results
-are *stale* when something changed since. That is no error, a kernel proved equal does not void results, but it is
-told: figures/stale.csv lists them.
+computes: a docstring that is reworded makes old only what prints docstrings. `changes` compares them with the files as
+they are: results are *stale* when something changed since. That is no error, a kernel proved equal does not void
+results, but it is told: figures/stale.csv lists them.
 """
 
 from __future__ import annotations
@@ -329,11 +329,12 @@ def data_listing() -> str:
     return "\n".join(f"{p.relative_to(f).as_posix()} {p.stat().st_size}" for f, p in files)
 
 
-def module_sources(root: Path, imports: Imports, modules: Iterable[str]) -> dict[str, str]:
-    """Hash of each module's code and of the data files they name, by path."""
+def module_sources(root: Path, imports: Imports, modules: Iterable[str], docstrings: bool = False) -> dict[str, str]:
+    """Hash of each module's code, with its docstrings or without, and of the data files they name, by path."""
     modules = set(modules)
     files = {imports.file(m) for m in modules} | data_files(root, imports, modules)
-    return {p.as_posix(): _sha256(_computes(root / p)) for p in sorted(files)}
+    read = Path.read_bytes if docstrings else _computes
+    return {p.as_posix(): _sha256(read(root / p)) for p in sorted(files)}
 
 
 def _computes(path: Path) -> bytes:
@@ -352,7 +353,8 @@ def _computes(path: Path) -> bytes:
 
 def sources(root: Path, notebook: Notebook, imports: Imports) -> dict[str, str]:
     """Hash of every file of the repository that the notebook depends on, by path. Stored outputs do not count."""
-    hashes = module_sources(root, imports, imports.of(notebook))
+    shown = any(kind == "code" and "getdoc" in source for kind, _, source in notebook.cells)
+    hashes = module_sources(root, imports, imports.of(notebook), docstrings=shown)
     return hashes | {notebook.path.as_posix(): _sha256(json.dumps(notebook.cells, ensure_ascii=False).encode())}
 
 

@@ -142,7 +142,8 @@ class Study:
     Args:
         name: lower-case; records lie in `figures/<name>/runs/`. title: one line.
         rows: name -> options, in order of value. The options are the study's own, but for `floor=True` (a rule:
-            scored, not trained) and `seeds` (how many, where another number than the scale's makes sense).
+            scored, not trained), `seeds` (how many, where another number than the scale's makes sense) and `longer`
+            (times the scale's steps).
         settings: name -> one value for each of `SCALES`, then the paper's; `RECIPE` has those of the harness.
         data: setting -> dict; its entry `sources` names the data in words, entries that start with _ are workspace.
         network: (row, setting, data) -> a new network; torch is seeded before the call.
@@ -234,9 +235,11 @@ class Unit:
         return root / "build" / self.scale / "studies" / self.study.name / f"{self.name}-{key}"
 
     def setting(self) -> dict:
-        """Settings of this unit: those of the scale; a probe is shorter."""
+        """Settings of this unit: those of the scale; a probe is shorter, a row may be longer."""
         setting = self.study.at(self.scale)
-        return setting | {"steps": setting["probe"]} if self.kind == "probe" else setting
+        if self.kind == "probe":
+            return setting | {"steps": setting["probe"]}
+        return setting | {"steps": setting["steps"] * self.study.rows[self.row].get("longer", 1)}
 
     def facts(self) -> dict:
         """What a record must agree with."""

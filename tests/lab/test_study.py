@@ -113,6 +113,14 @@ def test_interruptions_change_nothing(tmp_path, stops):
     assert S.without_clocks(S.train(chosen)) == S.without_clocks(whole)
 
 
+def test_a_row_may_take_longer(tmp_path):
+    longer = dataclasses.replace(TOY, rows=TOY.rows | {"longer": dict(hidden=2, longer=3, seeds=1)})
+    found = {u.name: u.setting()["steps"] for u in S.units(longer, "smoke", root=tmp_path)}
+    assert found["longer-0"] == 3 * found["linear-0"] == 36 and found["longer-rate-0.1"] == found["linear-rate-0.1"]
+    facts = [S.Unit(study, "smoke", "linear").facts() for study in (TOY, longer)]
+    assert facts[0] == facts[1]
+
+
 def test_a_record_is_used_and_not_made_again(tmp_path):
     first = S.train(unit(tmp_path, "majority-0"))
     assert S.train(unit(tmp_path, "majority-0")) == first
