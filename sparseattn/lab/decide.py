@@ -407,7 +407,7 @@ def _within(paper, tolerance, sign, difference):
         raise ValueError(f"tolerance {tolerance} reaches zero from {paper}: it cannot tell the difference from none")
     return side, (abs(paper) if side else paper) - tolerance, (abs(paper) if side else paper) + tolerance
 
-
+# %% ../../nbs/lab/82_decide.ipynb #82spl002
 _UNMADE = " (no record)"
 
 
@@ -439,7 +439,7 @@ def _unseen(ours, once):
             f"{half:.3g} are hidden already, and three trainings of each row would find, in four of five runs, "
             f"{resolution(1.0, 3):.2g} times the sd of their differences, test items apart")
 
-
+# %% ../../nbs/lab/82_decide.ipynb #82spl004
 def _said(paper, sign, printed):
     if paper is None:
         return f"expected {'above' if sign > 0 else 'below'} 0"
