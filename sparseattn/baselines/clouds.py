@@ -22,7 +22,7 @@ from .transformers import (_by_features, _checked_features, _draw_again, _draw_f
                                                _with_ones, orthogonal_features, performer_attention)
 from ..core.attention import (attention_logits, check_choice, check_count, check_finite, check_generator,
                                        check_int64, check_scale, checked_cloud, checked_coords, fused_attention,
-                                       hide_masked, masked_softmax, sees_values, uncompiled)
+                                       hide_masked, masked_softmax, sees_values, uncompiled, without_autocast)
 from ..core.kernels import CoordinateDecay, _summed, append_coordinates
 from ..core.points import gather_points, invert, take_rows
 from ..core.transformer import _place_code, head_channels, register_attention
@@ -238,7 +238,7 @@ class _PointAttention(_Heads):
         read = x if place is None else x + place
         q, k, v = (_split(f(part), self.heads)
                    for f, part in ((self.query, read), (self.key, read), (self.value, x)))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
             coords = None if coords is None else _centred(coords.to(torch.promote_types(coords.dtype, q.dtype)), mask)
             if self.decay is not None:
@@ -510,6 +510,7 @@ class FLTAttention(_PointAttention):
         self.groups = [[0, 1][:coord_dims], *([c] for c in range(2, coord_dims))] if by_group else [list(range(coord_dims))]
         if by_group:
             self.rpe = nn.Linear(2 * self.terms * len(self.groups), heads * self.head_dim)
+            self.rpe.bias.requires_grad_(False)    # only its weights are read
         else:
             self.log_decay = nn.Parameter(torch.full((heads, coord_dims), 2.3))
             self.log_height = nn.Parameter(torch.zeros(heads))
@@ -624,24 +625,26 @@ def window_order(coords: Float[Tensor, "b n c"], slices: int, *, second: bool = 
 
     Args:
         coords: coordinates, of which the first two count; with one, the second is taken as 0.
-        slices: windows along each axis of the smallest box around the cloud.
+        slices: windows along each axis of the smallest box around the cloud: `cells // slices` cells each, so that there
+            are more of them, the last one narrower, where this does not divide (30 of 1,000 cells leave a 31st of 10).
         second: rows of windows run along the second coordinate, not the first.
         shift: move the windows by half of one.
-        cells: cells along each axis, a multiple of `slices` or not; inside a window points are sorted by cell.
+        cells: cells along each axis; inside a window points are sorted by cell.
         mask: True = a real point; masked ones come last.
 
     Returns:
         Place -> point. Ties go by coordinates, so that the order of the list matters only among equal points.
 
     Raises:
-        TypeError, ValueError: coordinates that do not fit, see `checked_coords`; more slices than cells.
+        TypeError, ValueError: coordinates that do not fit, see `checked_coords`; more slices than cells, or
+            with `shift` than half as many.
 
     Example:
         >>> window_order(torch.tensor([[[0.0, 0.0], [1.0, 0.9], [0.1, 0.9], [0.9, 0.1]]]), 2)
         tensor([[0, 3, 1, 2]])
     """
     check_count("slices", slices)
-    check_count("cells", cells, slices)
+    check_count("cells", cells, slices * (1 + bool(shift)))
     coords = checked_coords(coords.detach() if isinstance(coords, Tensor) else coords, mask)
     plane = nn.functional.pad(coords, (0, 1))[..., :2].to(torch.promote_types(coords.dtype, torch.float32))
     plane = plane.flip(-1) if second else plane
@@ -766,6 +769,7 @@ class FlatFormerLayer(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"],
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
         """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports."""
+        x = hide_masked(x, mask)
         place = None if self.place is None else self.place(hide_masked(coords, mask).to(x.dtype))
         out, info = self.attention(x, coords, mask, True, place) if return_info else (
             self.attention(x, coords, mask, place=place), None)

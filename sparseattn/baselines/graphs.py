@@ -17,27 +17,26 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (check_choice, check_count, check_dtype, check_form, check_mask, check_number,
-                                      check_points, hide_masked, uncompiled)
+                                       check_points, hide_masked, uncompiled, without_autocast)
 from ..core.points import check_index, farthest_point_sampling, interpolate, knn, squared_distance, take_rows
 
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
-class _Norm(nn.BatchNorm1d):
+def _normalised(norm, x, mask=None):
     "Batch normalisation of the last axis; in training the statistics are those of the real rows."
+    if mask is None or not norm.training:
+        return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
+    real = x[mask]
+    real = norm(real.reshape(-1, x.shape[-1])).view(real.shape)
+    return torch.zeros_like(x, dtype=real.dtype).index_put((mask,), real)
 
-    def forward(self, x, mask=None):
-        if mask is None or not self.training:
-            return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
-        real = x[mask]
-        real = super().forward(real.reshape(-1, x.shape[-1])).view(real.shape)
-        return torch.zeros_like(x, dtype=real.dtype).index_put((mask,), real)
 
-    @torch.no_grad()
-    def track(self, mean, var, count):
-        "Move the running statistics towards those of a batch of `count` rows."
-        self.num_batches_tracked.add_(1)
-        rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean), rate)
-        self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var), rate)
+@torch.no_grad()
+def _track(norm, mean, var, count):
+    "Move the running statistics towards those of a batch of `count` rows."
+    norm.num_batches_tracked.add_(1)
+    rate = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.lerp_(mean.to(norm.running_mean), rate)
+    norm.running_var.lerp_((var * (count / (count - 1))).to(norm.running_var), rate)
 
 # %% ../../nbs/baselines/28_graphs.ipynb #42fe3bbd
 class _Layer(nn.Module):
@@ -45,7 +44,7 @@ class _Layer(nn.Module):
 
     def __init__(self, inputs, outputs, slope=0.0):
         super().__init__()
-        self.linear, self.norm, self.slope = nn.Linear(inputs, outputs, bias=False), _Norm(outputs), slope
+        self.linear, self.norm, self.slope = nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), slope
 
     def forward(self, x, mask=None, shared=None):
         if shared is None:
@@ -54,7 +53,7 @@ class _Layer(nn.Module):
         return self.finish(F.linear(x, own) + F.linear(shared, common)[:, None], mask)
 
     def finish(self, x, mask=None):
-        return F.leaky_relu_(self.norm(x, mask), self.slope)
+        return F.leaky_relu_(_normalised(self.norm, x, mask), self.slope)
 
 # %% ../../nbs/baselines/28_graphs.ipynb #6461fec1
 class _Stack(nn.ModuleList):
@@ -75,7 +74,10 @@ def _largest(x, mask):
 
 
 def _mean(x, mask):
-    return x.mean(1) if mask is None else hide_masked(x, mask).sum(1) / mask.sum(1, keepdim=True)
+    if mask is None:
+        return x.mean(1)
+    wide = torch.promote_types(x.dtype, torch.float32)    # half precision ends at 65,504
+    return (hide_masked(x, mask).sum(1, dtype=wide) / mask.sum(1, keepdim=True)).to(x.dtype)
 
 
 _POOLS = {"max": _largest, "mean": _mean}
@@ -290,11 +292,13 @@ class PointNet(_Network):
 # %% ../../nbs/baselines/28_graphs.ipynb #da5267b7
 def _by_size(most, mask, points, function):
     "`function(clouds, count)` for groups of clouds that have `count` real points, or at least `most`; joined again."
-    with torch.autocast(points.device.type, enabled=False):
+    with without_autocast(points):
         if mask is None:
             return function(slice(None), min(most, points.shape[1]))
         sizes = mask.sum(1).clamp(max=most)
         groups = [(count, (sizes == count).nonzero().squeeze(1)) for count in sizes.unique().tolist()]
+        if not groups[0][0]:
+            raise ValueError("mask must have a real point in every cloud")
         if len(groups) == 1:
             return function(slice(None), groups[0][0])
         parts = torch.cat([function(clouds, count) for count, clouds in groups])
@@ -308,7 +312,8 @@ def neighbours(points: Float[Tensor, "b n c"], k: int, *, queries: Float[Tensor,
     Args:
         points: coordinates, or features: DGCNN, Sec 3.3, searches among these.
         k: neighbours.
-        queries: where to search from; None for the points themselves, each then its own first neighbour.
+        queries: where to search from; None for the points themselves, each then its own first neighbour, unless points
+            of lower numbers lie in the same place.
         mask: True = a real point; every cloud must have one.
 
     Returns:
@@ -633,7 +638,7 @@ def _edges_pulled(layer, centre, other, index, mask):
     best, near = _nearby(other * sign, index, norm.training)
     if norm.training:
         mean, var = _edge_moments(centre, other, near * sign, start, end)
-        norm.track(mean, var, _edge_count(index, mask))
+        _track(norm, mean, var, _edge_count(index, mask))
     else:
         mean, var = norm.running_mean, norm.running_var
     scale = weight * (var + norm.eps).rsqrt()
@@ -672,7 +677,7 @@ class EdgeConv(nn.Module):
         first, *rest = self.layers
         itself, difference = first.linear.weight.chunk(2, 1)
         centre, other = F.linear(x, torch.cat([itself - difference, difference])).chunk(2, -1)
-        if not rest:
+        if not rest and type(first.norm) is nn.BatchNorm1d:    # one that processes share needs the rows
             return hide_masked(_edges_pulled(first, centre, other, index, mask), mask)
         h = first.finish(centre[:, :, None] + take_rows(other, index), mask)
         for layer in rest:

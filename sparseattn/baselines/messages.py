@@ -140,7 +140,7 @@ class GravNetLayer(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n d"]:
         """New features of every point."""
         space = self.space(x)
-        index, there = uncompiled(nearest)(space.detach().float(), self.k, mask)
+        index, there = uncompiled(nearest)(space.detach().to(torch.promote_types(space.dtype, torch.float32)), self.k, mask)
         weight = (-_squared_distances(space, index) * self.log_width.exp()).exp()
         messages = weight[..., None] * gather_points(self.send(x), index)
         largest = messages.masked_fill(~there[..., None], -torch.inf).amax(2)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from .transformers import _Heads, _hide, _info, _split
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form, check_int64,
                                        check_mask, check_number, check_points, check_qkv_form, checked_cloud,
-                                       checked_coords, edge_attention, fused_attention, hide_masked, uncompiled)
+                                       checked_coords, edge_attention, fused_attention, hide_masked, uncompiled,
+                                       without_autocast)
 from ..core.points import farthest_point_sampling, knn
 from ..core.transformer import head_channels, register_attention
 
@@ -385,7 +386,7 @@ class _Near(_Heads):
         with torch.no_grad():
             edges = uncompiled(self.edges)(coords.to(torch.promote_types(coords.dtype, torch.float32)), mask)
         q, k, v = (_split(f(x), self.heads) for f in (self.query, self.key, self.value))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             read = _on_edges(q, k, v, edges)
         out = hide_masked(self.out(read.transpose(1, 2).flatten(2)), mask)
         nnz = self.heads * edges.shape[1]
@@ -394,7 +395,8 @@ class _Near(_Heads):
 # %% ../../nbs/baselines/27_sets.ipynb #7a9a76ba
 @register_attention("knn")
 class KNNAttention(_Near):
-    """Multi-head attention of each point to its k nearest, itself included. Sampled Transformer, Def B.1.
+    """Multi-head attention of each point to its k nearest, itself included (of equal places, the lower numbers). Sampled
+    Transformer, Def B.1.
 
     Needs coordinates. `pattern` of its info is int64 `(3, edges)`: cloud, query, key, the same in all heads.
 
@@ -424,7 +426,7 @@ class KNNAttention(_Near):
 
 
 def nearest(coords: Float[Tensor, "b n c"], k: int, mask: Bool[Tensor, "b n"] | None = None):
-    """The k nearest real points of every point, itself among them, nearest first; all of them in smaller clouds.
+    """The k nearest real points of every point, itself among them, nearest first; in smaller clouds all, in no order.
 
     Args:
         coords: coordinates, finite.

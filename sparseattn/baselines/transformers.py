@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form, check_generator,
-                                       check_points, check_qkv_form, checked_cloud, dense_attention, has_values,
-                                       hide_masked, masked_softmax, merge_attention)
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form,
+                                       check_generator, check_points, check_qkv_form, checked_cloud, dense_attention,
+                                       has_values, hide_masked, masked_softmax, merge_attention, without_autocast)
 from ..core.points import invert, take_rows
 from ..core.transformer import attention_flops, head_channels, register_attention
 
@@ -568,7 +568,7 @@ class _Baseline(_Heads):
         x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
         q, v = _split(self.query(x), self.heads), _split(self.value(x), self.heads)
         k = q if self.key is None else _split(self.key(x), self.heads)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             heads, seen = self._attend(q, k, v, mask)
         out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
         return (out, _info(x, mask, self.heads, int(seen), self._flops)) if return_info else out
@@ -732,7 +732,7 @@ class ReformerAttention(_Baseline):
         rounds: how many hashes.
         chunk: points a chunk.
         buckets: number of buckets; None takes 2 n / chunk, see `reformer_attention`.
-        max_buckets: most buckets that None may take.
+        max_buckets: most buckets that None may take, as `buckets` even, or 1.
         across_buckets: attend whole chunks, as the code released with HEPT and with SBM-Transformer.
         generator: source of the random directions.
 
@@ -753,7 +753,11 @@ class ReformerAttention(_Baseline):
             check_count(key, value)
         if buckets is not None:
             check_count("buckets", buckets)
+        for key, value in (("buckets", buckets), ("max_buckets", max_buckets)):
+            if value not in (None, 1) and value % 2:
+                raise ValueError(f"{key} must be 1 or even, got {value}")
         check_generator(generator)
+        buckets = 1 if max_buckets == 1 else buckets
         self.chunk, self.buckets, self.across_buckets = chunk, buckets, across_buckets
         width = -(-(buckets or max_buckets) // 2)
         self.register_buffer("rotations", torch.randn(heads, rounds, self.head_dim, width, generator=generator))

@@ -25,7 +25,7 @@ def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c
     Args:
         x: queries or keys.
         coords: coordinates of the points, in any unit of length L.
-        omega: decay of each head along each coordinate, in 1/L^2, not negative.
+        omega: decay of each head along each coordinate, in 1/L^2, not negative; positive where a gradient is wanted.
 
     Returns:
         `x` with one more channel a coordinate.
@@ -105,5 +105,6 @@ def softmax_as_gaussian(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"]
         (torch.Size([1, 1, 3, 3]), torch.Size([1, 1, 4, 3]))
     """
     squared = k.square().sum(-1, keepdim=True)
-    lift = (squared.detach().amax(-2, keepdim=True) + 1 - squared).sqrt()
+    largest = squared.detach().amax(-2, keepdim=True)
+    lift = (largest - squared + largest.clamp(min=1)).sqrt()
     return torch.cat([q, torch.zeros_like(q[..., :1])], -1), torch.cat([k, lift], -1)

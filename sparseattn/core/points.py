@@ -508,7 +508,8 @@ def knn(points: Float[Tensor, "b n c"], k: int, *, queries: Float[Tensor, "b q c
     Args:
         points: coordinates or features to search.
         k: neighbours, at most the number of real points.
-        queries: where to search from; the points themselves if None, each then among its own neighbours.
+        queries: where to search from; the points themselves if None, each then among its own neighbours, unless k points of
+            lower numbers lie in the same place.
         mask: True = a real point; others are nobody's neighbours, and as queries their rows mean nothing.
         impl: "fast", or "reference" (the definition); the same neighbours.
 

@@ -88,6 +88,9 @@ def same_draws(generator: torch.Generator):
     Returns:
         Two contexts, as `context_fn` of `checkpoint(..., use_reentrant=False)` returns them.
 
+    Raises:
+        TypeError: no generator.
+
     Example:
         >>> from torch.utils.checkpoint import checkpoint
         >>> g, x = torch.Generator().manual_seed(0), torch.ones(3, requires_grad=True)
@@ -95,6 +98,8 @@ def same_draws(generator: torch.Generator):
         >>> torch.equal(torch.autograd.grad(out.sum(), x)[0], out)
         True
     """
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}; torch's own draws need no context")
     return nullcontext(), _Repeated(generator)
 
 # %% ../../nbs/core/03_relaxation.ipynb #bd4247cd
@@ -150,11 +155,12 @@ def plackett_luce(scores: Float[Tensor, "*shape n"], order: Int[Tensor, "*shape 
     if order.numel() and sees_values(order, memory=True) and not (order.min() >= 0 and order.max() < scores.shape[-1]):
         raise ValueError(f"order must lie in 0..{scores.shape[-1] - 1}, found {order.min()} to {order.max()}")
     drawn = torch.nn.functional.one_hot(order, scores.shape[-1])
-    if (drawn.sum(-2) > 1).any():
+    if sees_values(order) and (drawn.sum(-2) > 1).any():
         raise ValueError("order must hold each item at most once")
     before = (drawn.cumsum(-2) - drawn).bool()
     left = scores[..., None, :].masked_fill(before, -torch.inf).logsumexp(-1)
-    return (scores.gather(-1, order) - left).sum(-1)
+    chosen = scores.gather(-1, order)
+    return torch.where(chosen == -torch.inf, chosen, chosen - left.masked_fill(chosen == -torch.inf, 0)).sum(-1)
 
 # %% ../../nbs/core/03_relaxation.ipynb #6b99ff18
 def check_scores(name: str, scores: Float[Tensor, "..."], dim: int, need: int = 1) -> None:
@@ -181,7 +187,7 @@ def check_scores(name: str, scores: Float[Tensor, "..."], dim: int, need: int = 
         raise ValueError(f"dim must be an integer from {-scores.dim()} to {scores.dim() - 1}, got {dim!r}")
     if need > scores.shape[dim]:
         raise ValueError(f"k must be at most {scores.shape[dim]}, the number of {name} in a row, got {need}")
-    if scores.detach().sum().isfinite():
+    if not sees_values(scores) or scores.detach().sum().isfinite():
         return
     if scores.isnan().any() or (scores == torch.inf).any():
         raise ValueError(f"{name} must be finite or -inf, found NaN or +inf")

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from .attention import (AttentionInfo, check_count, check_number, checked_cloud, dense_attention, fused_attention,
-                                       hide_masked)
+from .attention import (AttentionInfo, check_choice, check_count, check_number, checked_cloud, dense_attention,
+                                       fused_attention, hide_masked)
 from .kernels import append_coordinates
 
 # %% ../../nbs/core/05_transformer.ipynb #09a07f8a
@@ -92,9 +92,19 @@ def draws_of(attention: nn.Module, generator: torch.Generator | None) -> dict:
         >>> draws_of(make_attention("dense", 16, 4), torch.Generator())
         {}
     """
-    forward = getattr(attention, "_orig_mod", attention).forward  # of a compiled module, what was compiled
-    takes = generator is not None and "generator" in inspect.signature(forward).parameters
+    takes = generator is not None and "generator" in inspect.signature(_unwrapped(attention).forward).parameters
     return {"generator": generator} if takes else {}
+
+
+_WRAPPED = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")    # compiled, DDP, checkpoint, FSDP
+
+
+def _unwrapped(attention):
+    "The module that torch's wrappers hold."
+    for name in _WRAPPED:
+        if isinstance(inner := getattr(attention, name, None), nn.Module):
+            return _unwrapped(inner)
+    return attention
 
 # %% ../../nbs/core/05_transformer.ipynb #9f7f8dab
 def head_channels(dim: int, heads: int, head_dim: int | None = None) -> int:
@@ -140,6 +150,7 @@ class DenseAttention(nn.Module):
                  head_dim: int | None = None):
         super().__init__()
         check_count("coord_dims", coord_dims, 0)
+        check_choice("kernel", kernel, ("softmax", "gaussian"))
         self.heads, self.head_dim, self.kernel = heads, head_channels(dim, heads, head_dim), kernel
         self.coord_dims = coord_dims if kernel == "gaussian" else 0
         self.query, self.key, self.value = (nn.Linear(dim, heads * self.head_dim, bias=False) for _ in range(3))
@@ -168,11 +179,14 @@ class DenseAttention(nn.Module):
         x, coords = checked_cloud(x, coords, mask, self.query.in_features, self.coord_dims, self.query.weight)
         q, k, v = (f(x).view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
                    for f in (self.query, self.key, self.value))
-        if self.log_omega is not None:
+        dtype = v.dtype
+        if self.log_omega is not None:    # places keep their digits under autocast
+            q, k, v = (part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in (q, k, v))
             q, k = (append_coordinates(part, coords, self.log_omega.exp()) for part in (q, k))
         attend = _softmax_attention if self.kernel == "softmax" else dense_attention
         options = {} if self.kernel == "softmax" else {"kernel": self.kernel}
-        out = hide_masked(self.out(attend(q, k, v, mask=mask, **options).transpose(1, 2).flatten(2)), mask)
+        heads = attend(q, k, v, mask=mask, **options).to(dtype)
+        out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
         return (out, _all_pairs_info(q, v, mask)) if return_info else out
 
 

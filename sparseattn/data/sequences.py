@@ -900,16 +900,7 @@ def _load_pathfinder_files(folder: str | Path, *, counts: Sequence[int] | None =
                           seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
     """(pictures (n, side, side) uint8, labels (n,)) of disjoint balanced samples of these sizes; None = one of all."""
     from PIL import Image
-    folder, rows = Path(folder), []
-    for path in sorted(folder.glob("metadata/*.npy")):
-        raw = path.read_bytes()
-        if raw.startswith(b"\x93NUMPY"):
-            rows += np.load(path, allow_pickle=False).tolist()
-        else:
-            rows += [line.split() for line in raw.decode().splitlines() if line.strip()]
-    rows = [row for row in rows if (folder / row[0] / row[1]).is_file() and (folder / row[0] / row[1]).stat().st_size]
-    if not rows:
-        raise FileNotFoundError(f"{folder.name}: expected metadata/*.npy and the pictures they list")
+    folder, rows = Path(folder), _pathfinder_rows(folder)
     labels = np.array([int(row[3]) for row in rows])
     order, samples, start = _stratified(labels, seed), [], 0
     for count in [len(rows)] if counts is None else counts:
@@ -920,6 +911,21 @@ def _load_pathfinder_files(folder: str | Path, *, counts: Sequence[int] | None =
         samples.append((np.stack(images), labels[chosen]))
         start += count
     return samples
+
+
+def _pathfinder_rows(folder: str | Path) -> list[list]:
+    """What the metadata say of every picture that is there and not empty."""
+    folder, rows = Path(folder), []
+    for path in sorted(folder.glob("metadata/*.npy")):
+        raw = path.read_bytes()
+        if raw.startswith(b"\x93NUMPY"):
+            rows += np.load(path, allow_pickle=False).tolist()
+        else:
+            rows += [line.split() for line in raw.decode().splitlines() if line.strip()]
+    rows = [row for row in rows if (folder / row[0] / row[1]).is_file() and (folder / row[0] / row[1]).stat().st_size]
+    if not rows:
+        raise FileNotFoundError(f"{folder.name}: expected metadata/*.npy and the pictures they list")
+    return rows
 
 # %% ../../nbs/data/16_sequences.ipynb #fdbd76a7
 def _text_tokens(text: str) -> np.ndarray:
@@ -1426,7 +1432,7 @@ def _pathfinder(source: str, counts: dict, max_length: int | None, seed: int, ho
                 recipe: PathfinderRecipe | None = None) -> tuple:
     if source == "official":
         folder = _find("pathfinder", source, how["root"])
-        total = sum(1 for path in folder.glob("metadata/*.npy") for _ in path.open("rb"))
+        total = len(_pathfinder_rows(folder))
         wanted = _sizes(counts, (total * 8 // 10, total // 10, total // 10))
         found = _load_pathfinder_files(folder, counts=[wanted[part] for part in _PARTS], seed=seed)
         parts = {part: _pixels(*sample, sample[0].shape[-1]) for part, sample in zip(_PARTS, found, strict=True)}

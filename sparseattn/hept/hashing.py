@@ -153,7 +153,7 @@ def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | N
     if base.is_cpu and has_values(base):
         bits = max(1, (base.shape[-1] - 1).bit_length())
         if int(label.max()).bit_length() + 32 + bits <= 63:
-            key.bitwise_left_shift_(bits).bitwise_or_(torch.arange(base.shape[-1]))
+            key.bitwise_left_shift_(bits).bitwise_or_(torch.arange(base.shape[-1], device=base.device))
             key.numpy().sort(axis=-1)
             return key.bitwise_and_((1 << bits) - 1)
     return key.argsort(dim=-1, stable=True)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (check_choice, check_count, check_generator, check_number, checked_cloud,
-                                       checked_coords, hide_masked)
+                                       checked_coords, hide_masked, without_autocast)
 from ..core.kernels import CoordinateDecay, append_coordinates, softmax_as_gaussian
 from ..core.transformer import head_channels, register_attention
 from .attention import _by_impl, _check_options, _check_orders, block_info, gathered_attention
@@ -166,8 +166,8 @@ class _Parts(nn.Module):
 
     def _projected(self, project, x):
         "Queries or keys (b, h, n, d), in float32 at least; the weights' dtype is that of the random directions."
-        cast = torch.is_autocast_enabled(x.device.type)
-        with torch.autocast(x.device.type, enabled=False):
+        cast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        with without_autocast(x):
             part = self._split(project(x.to(self.hash.directions.dtype) if cast else x))
         return part.to(torch.promote_types(part.dtype, torch.float32))
 
@@ -179,7 +179,7 @@ class _Parts(nn.Module):
         "Orders of queries and of keys; by coordinates, both are one."
         if self.hash_by == "coords":
             q = k = coords[:, None].expand(-1, self.heads, -1, -1)
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(q):
             return self.hash(q, k, coords, mask, labels)
 
     def order(self, coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "t b h n"]:
@@ -300,7 +300,7 @@ class HEPTAttention(_Parts):
         if order is not None:
             _check_orders(q, k, order=order)
         dtype, v = v.dtype, v.to(q.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             if self.as_released:
                 heads = gathered_attention(q, k, v, order_q, order_k, block_size=self.block_size, floor=1e-20)
             else:

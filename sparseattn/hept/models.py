@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float, Int
 from scipy.spatial import cKDTree
 from torch import Tensor, nn
 
-from ..core.attention import check_choice, check_number, check_points, checked_cloud, hide_masked, sees_values
+from ..core.attention import (check_boolean, check_choice, check_count, check_number, check_points, checked_cloud,
+                                       hide_masked, sees_values)
 from ..core.transformer import Encoder, _place_code, takes_option
 
 # %% ../../nbs/hept/33_models.ipynb #12cebedf
@@ -202,7 +203,8 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
         Pairs on the CPU; empty if no particle has two valid hits.
 
     Raises:
-        ValueError: lengths differ, or `coords` has other than two columns.
+        TypeError, ValueError: lengths differ, `coords` has other than two columns, `valid` is not boolean, `negatives`
+            or `radius` out of range.
 
     Example:
         >>> place, particle = torch.rand(50, 2), torch.arange(50) // 5 + 1
@@ -214,6 +216,9 @@ def training_pairs(coords: Float[Tensor, "n 2"], particle: Int[Tensor, "n"], val
         raise ValueError(f"coords, particle and valid must have one length, got {len(coords)}, {n}, {len(valid)}")
     if coords.dim() != 2 or coords.shape[1] != 2:
         raise ValueError(f"coords must be (n, 2), eta and phi, got {tuple(coords.shape)}")
+    check_count("negatives", negatives, 0)
+    check_number("radius", radius, 0)
+    check_boolean("valid", valid)
     anchor, positive = _same_particle(particle.cpu(), (valid & (particle > 0)).cpu())
     hits, row = anchor.unique(return_inverse=True)
     number, sizes = particle.cpu()[anchor].unique(return_inverse=True, return_counts=True)[1:]
@@ -275,7 +280,8 @@ def info_nce(embeddings: Float[Tensor, "n d"], pairs: Pairs, *, form: str = "rel
 
 
 def _distance(a, b):
-    "Euclidean distance with a gradient of 0 at 0."
+    "Euclidean distance with a gradient of 0 at 0, of half precision in float32."
+    a, b = (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (a, b))
     square = (a - b).square().sum(-1)
     return torch.where(square > 0, square.clamp(min=1e-30).sqrt(), 0)
 
@@ -338,7 +344,8 @@ def focal_loss(logits: Float[Tensor, "n"], labels: Float[Tensor, "n"], *, alpha:
         raise ValueError("labels must lie between 0 and 1")
     loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
     weight = torch.where(labels > 0, alpha, 1 - alpha) if balanced else alpha
-    return (weight * (1 - torch.exp(-loss)).pow(gamma) * loss).mean()
+    missed = (-torch.expm1(-loss)).clamp(min=torch.finfo(loss.dtype).tiny)
+    return (weight * missed.pow(gamma) * loss).mean()
 
 # %% ../../nbs/hept/33_models.ipynb #0d612151
 class ReleasedHEPT(HEPTModel):

@@ -238,7 +238,7 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
 
     Raises:
         ClaimMismatch: the computed verdict is not the expected one.
-        ValueError: as `claim`.
+        ValueError: as `claim`; a number that is not finite, a tolerance below 0.
 
     Example:
         >>> reproduce("X-2", notebook="34_tracking", scale="cpu", where="Table 1", statement="AP@k", paper=91.9,
@@ -251,6 +251,8 @@ def reproduce(id: str, *, notebook: str, scale: str, where: str, statement: str,
         return _too_early(scale, needs, _joined(numbers, evidence) if math.isfinite(ours) else "", **row, **marks)
     partly = _finding(id, "partly", partly)
     met = "consistent" if fitted else "reproduced"
+    if not (math.isfinite(ours) and math.isfinite(paper) and 0 <= tolerance < math.inf):
+        raise ValueError(f"{id}: expected finite numbers and a tolerance of at least 0, got {numbers}")
     verdict = met if abs(ours - paper) <= tolerance else "partly" if partly and partly[1] else "not reproduced"
     _compare(id, expect, verdict)
     note = partly[0] if verdict == "partly" else ""

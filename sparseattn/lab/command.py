@@ -245,7 +245,8 @@ def _ended(unit: Unit, queue: _Queue) -> str:
         said = (unit.folder / "log.txt").read_text(encoding="utf-8")[-2000:]
         return f"FAILED\n{said or 'without a word; is the disk full?'}"
     record = current(unit)
-    means = {k: f"{v:.4f}" for k, v in (record.get("means") or {"validation": record.get("best score")}).items()}
+    means = {k: "no number" if v is None else f"{v:.4f}"
+             for k, v in (record.get("means") or {"validation": record.get("best score")}).items()}
     return ", ".join(f"{part} {value}" for part, value in means.items())
 
 # %% ../../nbs/lab/83_command.ipynb #c2773fec

@@ -268,6 +268,8 @@ def between(better: float, worse: float, items: int, decimals: int = 1) -> tuple
         >>> between(90.0, 89.9, 2468)
         (1, 4)
     """
+    if items < 1:
+        raise ValueError(f"items must be at least 1, got {items}")
     counts = []
     for percent in (better, worse):
         near = [k for k in range(items + 1) if abs(100 * k / items - percent) <= 0.5 * 10**-decimals + 1e-9]

@@ -52,7 +52,8 @@ def _count(x):
     return x.shape[0] if hasattr(x, "shape") else len(x)
 
 
-def _key(x, y, z, seed, key=np.ndarray.tolist):
+def _key(x, y, z, seed, key=None):
+    key = key or (lambda x: [tuple(row) if isinstance(row, list) else row for row in x.tolist()])
     rows = defaultdict(list)
     for row, name in enumerate(key(x)):
         rows[name].append(row)
@@ -86,7 +87,7 @@ def _sparse(x):
 def _answers(model, x, y, z):
     "Fit and predict; for many labels one model and one score a label."
     if _task(y) == "many":
-        return _sklearn("multiclass").OneVsRestClassifier(model).fit(x, y).predict_proba(z)
+        return _sklearn("multiclass").OneVsRestClassifier(model).fit(x, y).predict_proba(z)[:, -y.shape[1]:]
     return model.fit(x, y).predict(z)
 
 # %% ../../nbs/lab/81_floors.ipynb #4d72ab59

@@ -353,7 +353,10 @@ def current(unit: Unit) -> dict | None:
     if not unit.record.exists():
         return None
     record = read_record(unit.record)
-    return record if {k: record.get(k) for k in unit.facts()} == unit.facts() else None
+    if {k: record.get(k) for k in unit.facts()} != unit.facts():
+        return None
+    probes = [current(probe) for probe in unit.probes()] if "rate" in record else []
+    return record if None in probes or not probes or record["rate"] == _rate(unit) else None
 
 # %% ../../nbs/lab/80_study.ipynb #0195124c
 class Busy(Exception):
@@ -376,14 +379,17 @@ def _rate(unit: Unit) -> float:
     """The learning rate of a unit: its own, the only one, or the best of its probes on validation.
 
     Raises:
-        ValueError: a probe has no record yet.
+        ValueError: a probe has no record yet, or none of them has a score.
     """
     if unit.rate is not None or not unit.probes():
         return unit.rate or unit.setting()["rates"][0]
     scores = {probe.rate: current(probe) for probe in unit.probes()}
     if lacking := [f"{rate:g}" for rate, record in scores.items() if record is None]:
         raise ValueError(f"{unit.name}: the learning rate is not chosen yet, no probe of {', '.join(lacking)}")
-    return max(scores, key=lambda rate: scores[rate]["best score"])
+    scores = {rate: record["best score"] for rate, record in scores.items() if record["best score"] is not None}
+    if not scores:
+        raise ValueError(f"{unit.name}: no learning rate can be chosen, none of the probes came to a number")
+    return max(scores, key=scores.get)
 
 # %% ../../nbs/lab/80_study.ipynb #4fd83d8b
 class _Progress:
@@ -416,7 +422,7 @@ def _fit(unit: Unit, data, device, stop):
         return progress.more
 
     optimiser = Optimiser(setting["optimiser"], _rate(unit), setting["weight decay"], clip=setting["clip"])
-    schedule = Schedule(setting["schedule"], warmup=min(setting["warm-up"], setting["steps"] - 1))
+    schedule = Schedule(setting["schedule"], warmup=min(setting["warm-up"], setting["steps"] // 2))
     return fit(network, batches, study.loss, steps=setting["steps"], optimiser=optimiser, validate=validate, schedule=schedule,
                precision=setting["precision"], checkpoint_dir=unit.folder, save_every_seconds=60, seed=unit.seed,
                device=device, progress=False, stop=stop)
@@ -438,14 +444,23 @@ def _outcomes(study: Study, found: dict) -> dict:
         if values.size == 0 or values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ValueError(f"outcomes of {part!r}: expected finite numbers, at least one")
     measure = study.statistic or (lambda values: values.mean(dtype=float))
-    return {"outcomes": {part: pack(values) for part, values in found.items()},
-            "means": {part: float(measure(values)) for part, values in found.items() if part[0] != "_"}}
+    packed = {part: pack(values) for part, values in found.items()}
+    means = {part: float(measure(values)) for part, values in found.items() if part[0] != "_"}
+    for part, mean in means.items():
+        if not math.isclose(kept := float(measure(unpack(packed[part]))), mean, rel_tol=1e-3, abs_tol=1e-3):
+            raise ValueError(f"outcomes of {part!r}: packed they say {kept:.5g}, not {mean:.5g}")
+    return {"outcomes": packed, "means": means}
 
 
 def _trained(unit: Unit, data, device, stop) -> dict:
     """Train, test, and tell."""
     study, setting = unit.study, unit.setting()
-    fitted = _fit(unit, data, device, stop)
+    try:
+        fitted = _fit(unit, data, device, stop)
+    except FloatingPointError:    # a rate that is too large loses, and is no failure
+        if unit.kind != "probe":
+            raise
+        return {"rate": unit.rate, "curve": [], "best score": None}
     curve = [{k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()} for row in fitted.history]
     model = fitted.use_best()
     told = {"rate": _rate(unit), "steps": curve[-1]["step"], "seconds": curve[-1]["seconds"], "curve": curve,

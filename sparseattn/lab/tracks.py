@@ -67,6 +67,7 @@ def match_tracks(cluster: Int[Tensor, "n"], particle: Int[Tensor, "n"], valid: B
     """Match clusters of hits with particles: perfectly, by double majority, by the LHC rule.
 
     Lieret et al. 2023, Sec 4, in the reading of `gnn_tracking`: noise counts as hits of a cluster, never as a particle.
+    Of particles with equally many hits in a cluster, the one of the lowest number has the majority.
 
     Args:
         cluster: number of the cluster of each hit; < 0 for none.

@@ -40,6 +40,8 @@ class Optimiser:
     clip: float | None = None
 
     def build(self, parameters):
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"optimiser: clip must be above 0, or None for no limit, got {self.clip!r}")
         if self.name == "sgd":
             return torch.optim.SGD(parameters, lr=self.lr, momentum=self.betas[0], weight_decay=self.weight_decay)
         kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -86,6 +88,8 @@ class Schedule:
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (steps - self.warmup)))
 
     def _check(self, steps):
+        if self.every < 1:
+            raise ValueError(f"schedule: every must be at least 1, got {self.every}")
         if self.warmup and (steps is None or self.kind not in ("constant", "cosine")):
             raise ValueError("schedule: warmup needs steps, and kind 'constant' or 'cosine'")
         if self.warmup < 0 or steps is not None and self.warmup >= steps:

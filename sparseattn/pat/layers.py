@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..core.attention import (AttentionInfo, check_boolean, check_choice, check_count, check_dtype, check_finite,
                                        check_form, check_generator, check_mask, check_number, check_points,
                                        check_scale, checked_cloud, composed_gradients, fused_attention, hide_masked,
-                                       masked_softmax, transformed, uncompiled)
+                                       masked_softmax, transformed, uncompiled, without_autocast)
 from ..core.points import gather_points, knn, take_rows
 from ..core.relaxation import check_tau, perturbed
 from ..core.transformer import DenseAttention, register_attention
@@ -488,6 +488,7 @@ class PointMLP(nn.Module):
         if x.shape[-1] != self.channels:
             raise ValueError(f"x must have {self.channels} channels, got shape {tuple(x.shape)}")
         check_dtype(x, self.maps[0].weight if self.maps else None)
+        x = hide_masked(x, mask)
         for linear, norm in zip(self.maps, self.norms, strict=True):
             x = self.dropout(hide_masked(F.elu(norm(linear(x), mask)), mask))
         return x
@@ -583,7 +584,12 @@ class PositionEmbedding(nn.Module):
 # %% ../../nbs/pat/60_layers.ipynb #3782b5dd
 def _noisy_scores(x, weight, noise, generator, mask):
     "Scores with noise (b, m, n), in float32 for half precision; -inf for padding, but in a cloud of nothing else."
-    z = perturbed(weight @ x.mT, noise, generator)
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x, weight = x.float(), weight.float()
+    with without_autocast(x):
+        z = perturbed(weight.to(x.dtype) @ x.mT, noise, generator)
+    most = torch.finfo(z.dtype).max / 4    # so that nothing is -inf but what is padded or taken
+    z = z.clamp(-most, most)
     return z if mask is None else z.masked_fill((mask.any(1, keepdim=True) & ~mask)[:, None], -torch.inf)
 
 # %% ../../nbs/pat/60_layers.ipynb #ad990acc
@@ -674,7 +680,7 @@ def gumbel_subset_sampling(x: Float[Tensor, "b n c"], weight: Float[Tensor, "m c
         return_index: also the numbers of the points drawn, (b, m).
 
     Returns:
-        The subset (b, m, c), dtype as `x`; with `return_index` a pair. A cloud of padding alone returns 0.
+        The subset (b, m, c), dtype as `x`, under autocast its own; with `return_index` a pair. A cloud of padding alone returns 0.
 
     Raises:
         TypeError, ValueError: input that does not fit, tau out of range, more slots than real points without `replace`.

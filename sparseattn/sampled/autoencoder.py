@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 import sparseattn.sampled.attention  # noqa: F401  makes "sampled" known
-from ..core.attention import check_choice, check_count, check_dtype
+from ..core.attention import check_choice, check_count, check_dtype, check_number, without_autocast
 from ..core.points import farthest_point_sampling, gather_points, group
 from ..core.transformer import Layer, draws_of, make_attention
 
@@ -143,7 +143,12 @@ _PIECE = 2**18  # entries of a piece of the table of products
 
 
 def _nearest(x: Tensor, y: Tensor) -> Tensor:
-    "For each point of x (b, n, 3) the number of the nearest point of y (b, m, 3)."
+    "For each point of x (b, n, 3) the number of the nearest point of y (b, m, 3), in float32 at least."
+    with without_autocast(x):
+        return _nearest_of(*(points.to(torch.promote_types(points.dtype, torch.float32)) for points in (x, y)))
+
+
+def _nearest_of(x, y):
     (batch, n, _), m = x.shape, y.shape[1]
     middle = y.mean(1, keepdim=True)
     x, y = x - middle, y - middle
@@ -183,6 +188,8 @@ def chamfer_distance(x: Float[Tensor, "b n 3"], y: Float[Tensor, "b m 3"], *, im
     if x.dim() != 3 or y.dim() != 3 or len(x) != len(y) or x.shape[2] != y.shape[2] or 0 in (*x.shape, *y.shape):
         raise ValueError("x and y must be (b, n, 3) and (b, m, 3), not empty, "
                          f"got {tuple(x.shape)} and {tuple(y.shape)}")
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    x, y = x.to(dtype), y.to(dtype)
     if impl == "reference":
         squares = (x[:, :, None] - y[:, None]).square().sum(3)
         return squares.amin(2).mean(1) + squares.amin(1).mean(1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.attention import check_count, checked_cloud, hide_masked
 from ..core.points import farthest_point_sampling, gather_points, knn
-from ..core.transformer import Layer, draws_of, head_channels, make_attention
+from ..core.transformer import Layer, draws_of, head_channels, make_attention, takes_option
 from .attention import SampledAttention
 
 # %% ../../nbs/sampled/52_models.ipynb #35f4fcee
@@ -82,7 +82,8 @@ class ShapeClassifier(nn.Module):
         attention: a registered name, or None for no layer.
         features: see `Embedding`; 3 for normals.
         dim, stem, heads, head_dim, hidden: channels of the layer, hidden channels of the embedding, heads, their
-            channels (None takes `dim // heads`), hidden channels of the feed-forward part.
+            channels (None takes `dim // heads`, as does an attention without that option), hidden channels of the
+            feed-forward part.
         options: passed to the attention module.
 
     Raises:
@@ -102,7 +103,9 @@ class ShapeClassifier(nn.Module):
             raise ValueError(f"options must be empty without attention, got {', '.join(options)}")
         self.embedding, self.layer = Embedding(dim, stem, features), None
         if attention is not None:
-            self.layer = Layer(make_attention(attention, dim, heads, head_dim=head_dim, **options), dim, hidden)
+            if takes_option(attention, "head_dim"):
+                options["head_dim"] = head_dim
+            self.layer = Layer(make_attention(attention, dim, heads, **options), dim, hidden)
         self.head = nn.Linear(dim, classes)
 
     def forward(self, points: Float[Tensor, "b n 3"], features: Float[Tensor, "b n f"] | None = None,

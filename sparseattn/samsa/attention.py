@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from ..core.attention import (AttentionInfo, check_choice, check_count, check_qkv, check_qkv_form, check_scale,
-                                       checked_cloud, composed_gradients, dense_attention, hide_masked, sees_values,
-                                       transformed)
+from ..core.attention import (AttentionInfo, check_choice, check_count, check_finite, check_form, check_qkv,
+                                       check_qkv_form, check_scale, checked_cloud, composed_gradients, dense_attention,
+                                       hide_masked, sees_values, transformed, without_autocast)
 from ..core.native import c_kernels, c_source
 from ..core.points import peers_on_gpu
 from ..core.relaxation import check_noise, check_tau, gumbel
@@ -116,7 +116,7 @@ def _side_by_side(k, v, own_k, own_v, index):
 def _mixed(x, scores, top, index, samples, tau, hard):
     "Rows y_a from the 2k candidates x (b, h, 2k, c)."
     rows, scores = x.flatten(0, 1), scores.gather(-1, index).flatten(0, 1)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         if torch.compiler.is_compiling() or transformed(rows, scores):
             rows = _composed(rows, scores, top.flatten(0, 1), None, samples, tau, hard)
         else:
@@ -295,12 +295,16 @@ def _check_input(q, k, v, scores, samples, tau, mask, supports, scale, impl):
     check_scale(scale)
     check_choice("impl", impl, ("fast", "reference"))
     if supports is not None:
+        for name, part in zip(("keys", "values", "scores"), supports, strict=False):
+            check_form(f"supports' {name}", part)
         sizes = [tuple(part.shape) for part in supports]
         s = sizes[0][1] if len(sizes) == 3 and len(sizes[0]) == 3 else 0
         expected = [(k.shape[1], s, k.shape[3]), (k.shape[1], s, v.shape[3]), (k.shape[1], s)]
         if not s or sizes != expected:
             raise ValueError("supports must be keys (h, s, d), values (h, s, e) and scores (h, s) with h, d, e = "
                              f"{k.shape[1]}, {k.shape[3]}, {v.shape[3]}, got shapes {sizes}")
+        for name, part in zip(("keys", "values"), supports, strict=False):
+            check_finite(f"supports' {name}", part)
 
 # %% ../../nbs/samsa/71_attention.ipynb #27709b55
 def samsa_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: Float[Tensor, "b h m e"],
@@ -337,6 +341,7 @@ def samsa_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v:
         torch.Size([2, 4, 100, 8])
     """
     _check_input(q, k, v, scores, samples, tau, mask, supports, scale, impl)
+    samples = int(samples)
     if impl == "reference":
         return _reference(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale)[0]
     return _attend(q, k, v, scores, noise, mask, supports, samples, tau, hard, scale,
@@ -468,7 +473,7 @@ class SAMSAAttention(_Parts):
         _check_options(samples, tau, supports, inference)
         check_choice("impl", impl, ("fast",) if as_released else ("fast", "reference"))
         super().__init__(dim, heads, head_dim, 2 * samples if supports is None else supports)
-        self.samples, self.hard, self.tau, self.as_released, self.impl = samples, hard, tau, as_released, impl
+        self.samples, self.hard, self.tau, self.as_released, self.impl = int(samples), hard, tau, as_released, impl
         self.inference = "noise" if as_released else inference
 
     def extra_repr(self) -> str:

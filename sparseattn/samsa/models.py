@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (check_choice, check_count, check_dtype, check_finite, check_int64, check_mask,
-                                       checked_cloud, hide_masked, sees_values)
+from ..core.attention import (check_choice, check_count, check_dtype, check_finite, check_form, check_generator,
+                                       check_int64, check_mask, check_points, checked_cloud, hide_masked, sees_values)
 from ..core.points import gather_points
 from ..core.transformer import draws_of, head_channels, make_attention
 from .attention import SAMSAAttention, samsa_flops
@@ -148,7 +148,8 @@ def _pooled(x, mask, pool):
     if mask is None:
         return x.mean(1) if pool == "mean" else x.amax(1)
     if pool == "mean":
-        return x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        wide = torch.promote_types(x.dtype, torch.float32)    # half precision ends at 65,504
+        return (x.sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
     return x.masked_fill(~mask[..., None], -torch.inf).amax(1).masked_fill(~mask.any(1, keepdim=True), 0)
 
 
@@ -324,8 +325,21 @@ class _Vectors(nn.Module):
 
     def draw(self, batch: int, nodes: int, generator: torch.Generator | None = None) -> Float[Tensor, "b n p"]:
         """Normal noise: dim numbers a node, or twice as many as released."""
+        check_generator(generator)
         like = {"dtype": self.sigma.dtype, "device": self.sigma.device}
         return torch.randn(batch, nodes, len(self.sigma), generator=generator, **like)
+
+    def checked_noise(self, nodes: Float[Tensor, "b n f"], noise: Float[Tensor, "b n p"] | None,
+                      generator: torch.Generator | None) -> Float[Tensor, "b n p"]:
+        """The noise of a call if it fits, or else a draw."""
+        if noise is None:
+            return self.draw(*nodes.shape[:2], generator)
+        check_points("noise", noise, 3)
+        if noise.shape != (*nodes.shape[:2], len(self.sigma)):
+            raise ValueError(f"noise must have shape {(*nodes.shape[:2], len(self.sigma))}, got {tuple(noise.shape)}")
+        if noise.dtype != nodes.dtype:
+            raise TypeError(f"noise must have the dtype of nodes, {nodes.dtype}, got {noise.dtype}")
+        return noise
 
     def vectors(self, nodes: Float[Tensor, "b n f"], noise: Float[Tensor, "b n p"]):
         """What edges that start, and that end, at each node read of it; in the paper's form the same."""
@@ -362,7 +376,7 @@ class GraphBridge(_Vectors):
         """
         given = nodes, edge_features, edges, node_mask, edge_mask
         nodes, edge_features, edges = _checked_graph(*given, self.sizes, self.place[0].weight)
-        noise = self.draw(*nodes.shape[:2], generator) if noise is None else noise
+        noise = self.checked_noise(nodes, noise, generator)
         start, end = self.vectors(nodes, noise)
         between = gather_points(start, edges[..., 0]) - gather_points(end, edges[..., 1])
         own = start if start is end else torch.cat([start, end], -1)
@@ -397,6 +411,8 @@ def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes, wei
         if edge_features.shape != (*edges.shape[:2], sizes[1]):
             raise ValueError(f"edge_features must have shape {(*edges.shape[:2], sizes[1])}, "
                              f"got {tuple(edge_features.shape)}")
+        check_form("edge_features", edge_features, 3)
+        check_dtype(edge_features, weight)
         edge_features = hide_masked(edge_features, edge_mask)
         check_finite("edge_features", edge_features)
     return nodes, edge_features, edges
@@ -509,7 +525,8 @@ def choose_at_random(network: nn.Module) -> nn.Module:
     """
     for layer in sampling_layers(network):
         layer.importance, layer.inference = EqualScores(layer.heads), "noise"
-        layer.support_scores.requires_grad_(False).zero_()
+        if layer.support_scores is not None:
+            layer.support_scores.requires_grad_(False).zero_()
     return network
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.attention import check_choice, check_count, check_finite, composed_gradients, transformed
+from ..core.attention import (check_choice, check_count, check_finite, composed_gradients, transformed,
+                                       without_autocast)
 from ..core.native import c_kernels, c_source
 from ..core.points import take_rows
 from ..core.relaxation import (check_scores, check_tau, gumbel, gumbel_softmax, gumbel_top_k, perturbed,
@@ -73,7 +74,7 @@ def sample_with_replacement(x: Float[Tensor, "b n c"], scores: Float[Tensor, "b 
     weights = gumbel_softmax(scores[:, None].expand(-1, k, -1), tau=tau, hard=hard, noise=noise, generator=generator)
     rows = x.masked_fill((scores == -torch.inf)[..., None], 0)
     check_finite("x", rows)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return (weights.to(_wide(x.dtype)) @ rows.to(_wide(x.dtype))).to(x.dtype)
 
 # %% ../../nbs/samsa/70_sampling.ipynb #66faa01d
@@ -192,7 +193,7 @@ class _Swap(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = composed_gradients(lambda x, scores: _composed(x, scores, top, index, *ctx.form), inputs, grad)
             return *found, None, None, None, None, None, None
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows):
             to_rows, to_top = _slopes(grad.to(wide), rows.to(wide), top, k, tau, hard)
         if index is None:
             to_rows = F.pad(to_rows, (0, 0, 0, shape[1] - k)) if hard else to_rows
@@ -240,7 +241,7 @@ def sample_without_replacement(x: Float[Tensor, "b n c"], scores: Float[Tensor, 
     index = gumbel_top_k(noisy, 2 * k, noise=noisy.new_zeros(()))
     rows = take_rows(x.detach(), index)
     check_finite("x (tokens drawn or compared)", rows)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         if impl == "fast" and transformed(x, scores):
             return _composed(x, scores, noisy.detach().gather(1, index), index, k, float(tau), hard)
         if impl == "fast":

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (_check_edges, PRESENCE_RULES, AttentionInfo, check_choice, check_count, check_finite,
-                                       check_form, check_generator, check_number, check_qkv_form, checked_cloud,
-                                       edge_attention, edge_products, has_values, hide_masked, pattern_attention,
-                                       sees_values, straight_through_presence)
+from ..core.attention import (PRESENCE_RULES, AttentionInfo, _check_edges, check_choice, check_count,
+                                       check_finite, check_form, check_generator, check_number, check_qkv_form,
+                                       checked_cloud, edge_attention, edge_products, has_values, hide_masked,
+                                       pattern_attention, sees_values, straight_through_presence, without_autocast)
 from ..core.patterns import edges_to_pattern
 from ..core.points import peers_on_gpu
 from ..core.transformer import DenseAttention, head_channels, register_attention
@@ -28,11 +28,15 @@ def cluster_rates(clusters: Float[Tensor, "h k d"], rates: str = "joint") -> Flo
     Args:
         clusters: embeddings. rates: "joint", one softmax over all pairs of a head (the paper), or "rows", one in each row.
 
+    Raises:
+        ValueError: other `rates`.
+
     Example:
         >>> cluster_rates(torch.zeros(1, 2, 3))
         tensor([[[0.2500, 0.2500],
                  [0.2500, 0.2500]]])
     """
+    check_choice("rates", rates, ("joint", "rows"))
     logits = clusters @ clusters.mT
     return logits.softmax(2) if rates == "rows" else logits.flatten(1).softmax(1).view_as(logits)
 
@@ -127,7 +131,7 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
         mask: True = a real point; masked points change nothing and return 0.
         edges: a mask drawn before, as (batch * heads + head, query, key), in place of a draw; those of masked points
             are left out.
-        candidates: the second draw of "two-sided", made before, in the same form.
+        candidates: the second draw of "two-sided", made before, in the same form; with `edges` only.
         generator: source of the draws.
         impl: "fast", a list or a matrix by expected density (under `torch.compile` a matrix), or "reference", a matrix.
         return_info: also return an `AttentionInfo`; its pattern is the list of edges (None where the mask is a matrix,
@@ -147,7 +151,11 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
     _check_model(q, k, v, y, s, z, mask)
     _check_options(sampler, exploration, window, gradient, impl)
     check_generator(generator)
-    dtype, (batch, _, n, _) = q.dtype, q.shape
+    dtype, (batch, heads, n, _) = q.dtype, q.shape
+    if candidates is not None:
+        if edges is None or gradient != "two-sided":
+            raise ValueError('candidates need edges, and gradient "two-sided"')
+        _check_edges(candidates, batch * heads, n, n, name="candidates")
     q, k, v, y, s, z = (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (q, k, v, y, s, z))
     if mask is not None:
         q, k, v, y, z = (x.masked_fill(~mask[:, None, :, None], 0) for x in (q, k, v, y, z))
@@ -155,7 +163,7 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
         y, s, z = explore(y, s, z, exploration, mask)
     real = q.new_ones(batch, n, dtype=torch.bool) if mask is None else mask
     options = dict(window=window, gradient=gradient)
-    with torch.autocast(q.device.type, enabled=False):      # probabilities keep their digits
+    with without_autocast(q):      # probabilities keep their digits
         model = y @ s, z, sampler, real, generator
         if edges is None and (impl == "reference" or not _few(*model[:2], real)):
             out, count, kept = _on_matrix(q, k, v, *model, **options)
@@ -184,7 +192,7 @@ def _few(a, z, real):
 def _on_matrix(q, k, v, a, z, sampler, real, generator, *, window, gradient):
     chance = a @ z.mT
     odds = _chance(chance.detach(), sampler)
-    pattern = torch.empty_like(odds).uniform_(generator=generator) < odds
+    pattern = _coins(odds, generator)
     presence = (chance - chance.detach() + 1) * pattern     # ones, whose gradient goes to the probabilities
     if window:
         place = torch.arange(q.shape[2], device=q.device)
@@ -192,12 +200,17 @@ def _on_matrix(q, k, v, a, z, sampler, real, generator, *, window, gradient):
         pattern, presence = pattern | always, torch.where(always, 1.0, presence)
     options = dict(presence=presence, rule=gradient)
     if gradient == "two-sided":
-        among = (torch.empty_like(odds).uniform_(generator=generator) < odds) & ~pattern
+        among = _coins(odds, generator) & ~pattern
         absence = torch.where(among, (chance - chance.detach()) / _left(odds) / 2, 0)
         options = dict(presence=_halved(presence), rule="removal", candidates=among, absence=absence)
     return pattern_attention(q, k, v, pattern, **options), presence.sum(), pattern
 
 # %% ../../nbs/sbm/41_attention.ipynb #41half1
+def _coins(odds, generator):
+    "True with the chance given; from a tensor of its own, so that no compiler takes two draws for one."
+    return torch.empty(odds.shape, dtype=odds.dtype, device=odds.device).uniform_(generator=generator) < odds
+
+
 def _halved(x):
     "The same numbers, with half of the gradient."
     return (x + x.detach()) / 2
@@ -253,7 +266,7 @@ def _absence(a, z, pairs, sampler):
 def _info(count, kept, real, q, v, y):
     "nnz and the flops of attention, of the products with the clusters, and of folding them together."
     listed = kept.dtype == torch.int64
-    nnz, width = int(count), q.shape[3] + v.shape[3]
+    nnz, width = kept.shape[1] if listed else int(kept.count_nonzero()), q.shape[3] + v.shape[3]
     batch, heads, n, clusters = y.shape
     flops = 2 * nnz * width + 2 * batch * heads * n * clusters * (2 * q.shape[3] + clusters)
     flops += 2 * heads * clusters**2 * q.shape[3]

@@ -136,7 +136,10 @@ class SequenceClassifier(nn.Module):
 # %% ../../nbs/sbm/42_models.ipynb #c2500f35
 def _mean(x, mask):
     "Mean over real tokens; x is 0 at the others."
-    return x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+    if mask is None:
+        return x.mean(1)
+    wide = torch.promote_types(x.dtype, torch.float32)    # half precision ends at 65,504
+    return (x.sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
 def _first(x, mask):

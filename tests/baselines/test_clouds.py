@@ -7,6 +7,7 @@ import torch
 
 from sparseattn.baselines.clouds import (
     FLTAttention,
+    FlatFormerLayer,
     cluster_counts,
     clustered_attention,
     flatformer_layers,
@@ -365,3 +366,25 @@ def test_neighbours_in_a_plane_point_by_point():
 def test_refuses(change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         change(*(x.float() for x in qkv()[:2]), qkv(d=5)[2].float(), *orders())
+
+
+def test_every_trained_number_of_flt_is_used():
+    for by_group in (False, True):
+        layer = FLTAttention(16, 4, coord_dims=3, by_group=by_group)
+        layer(torch.randn(2, 10, 16), torch.rand(2, 10, 3)).square().sum().backward()
+        assert all(p.grad is not None for p in layer.parameters() if p.requires_grad)
+
+
+def test_padding_reaches_no_gradient_of_flatformer():
+    layer = FlatFormerLayer(8, 2, coord_dims=2, size=4, slices=3)
+    x, mask = torch.randn(1, 6, 8), torch.arange(6)[None] < 5
+    layer(x.masked_fill(~mask[..., None], math.nan), torch.rand(1, 6, 2), mask).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+
+
+def test_windows_that_cannot_be_shifted_are_refused():
+    places = torch.rand(1, 50, 2)
+    window_order(places, 500, shift=True)
+    window_order(places, 501)
+    with pytest.raises(ValueError, match="cells"):
+        window_order(places, 501, shift=True)

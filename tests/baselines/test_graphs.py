@@ -16,6 +16,7 @@ from sparseattn.baselines.graphs import (
     PointNet,
     PointNet2,
     SetAbstraction,
+    _mean,
     ball_query,
     edge_features,
     neighbours,
@@ -583,3 +584,26 @@ def test_refuses_another_dtype_than_the_weights():
     for call in (lambda: PointNet(3)(points), lambda: PointNet2(3)(points), lambda: DGCNN(3)(points)):
         with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
             call()
+
+
+@pytest.mark.parametrize("network", [PointNet, PointNet2, DGCNN])
+def test_norms_may_be_converted(network):
+    model, points = network(5).eval(), torch.randn(2, 60, 3)
+    mask = torch.arange(60) < torch.tensor([[60], [40]])
+    expected, state = model(points, mask=mask), model.state_dict()
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert any(isinstance(m, nn.SyncBatchNorm) for m in converted.modules())
+    torch.testing.assert_close(converted(points, mask=mask), expected, rtol=1e-4, atol=1e-5)
+    assert list(converted.state_dict()) == list(state)
+
+
+def test_clouds_of_padding_alone_are_named():
+    points, mask = torch.randn(2, 10, 3), torch.arange(10) < torch.tensor([[10], [0]])
+    with pytest.raises(ValueError, match="mask must have a real point in every cloud"):
+        SetAbstraction(0, (8,), centres=4, radius=0.5, neighbours=3)(points, torch.zeros(2, 10, 0), mask)
+    with pytest.raises(ValueError, match="mask must have a real point in every cloud"):
+        FeaturePropagation(4, (8,))(torch.randn(2, 10, 4), points, torch.rand(2, 40, 3), mask=mask)
+
+
+def test_masked_means_do_not_overflow():
+    assert _mean(torch.full((1, 4096, 1), 20.0).half(), torch.ones(1, 4096, dtype=torch.bool)).item() == 20

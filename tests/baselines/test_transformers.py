@@ -528,3 +528,11 @@ def test_modules_refuse_options_out_of_range(name, options, message):
 def test_linformer_refuses_longer_sets():
     with pytest.raises(ValueError, match="at least 31 columns"):
         make_attention("linformer", 8, 2, **OPTIONS["linformer"])(torch.randn(1, 31, 8))
+
+
+def test_reformer_counts_buckets_in_pairs():
+    for bad in (dict(max_buckets=3), dict(buckets=5)):
+        with pytest.raises(ValueError, match="must be 1 or even"):
+            make_attention("reformer", 16, 4, **bad)
+    x = torch.randn(1, 64, 16)
+    assert make_attention("reformer", 16, 4, chunk=4, max_buckets=1)(x).shape == x.shape

@@ -1,12 +1,15 @@
 """Dense attention against loops over pairs written out, its masks, its merging, and what it refuses."""
 
 import math
+import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sparseattn.core.attention import (
     attention_logits,
@@ -16,9 +19,11 @@ from sparseattn.core.attention import (
     check_values,
     dense_attention,
     edge_attention,
+    edge_products,
     fused_attention,
     masked_softmax,
     merge_attention,
+    straight_through_presence,
 )
 
 KERNELS = ("softmax", "gaussian")
@@ -28,8 +33,8 @@ def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def draw_qkv(b=2, h=2, n=5, m=7, d=3, e=4, seed=0):
-    return [draw(b, h, *size, seed=seed + i) for i, size in enumerate(((n, d), (m, d), (m, e)))]
+def draw_qkv(b=2, h=2, n=5, m=7, d=3, e=4, seed=0, dtype=torch.float64):
+    return [draw(b, h, *size, seed=seed + i, dtype=dtype) for i, size in enumerate(((n, d), (m, d), (m, e)))]
 
 
 def weight(x, y, kernel, scale):
@@ -376,3 +381,81 @@ def test_squared_distances_have_a_second_derivative():
     q, k = (torch.randn(1, 1, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5))
     logits = lambda q, k: attention_logits(q, k, kernel="gaussian")  # noqa: E731
     assert torch.autograd.gradcheck(logits, (q, k)) and torch.autograd.gradgradcheck(logits, (q, k))
+
+
+def test_backward_frees_what_fused_attention_kept():
+    class Kept:
+        def __init__(self, x):
+            self.x = x
+
+    alive = weakref.WeakSet()
+
+    def pack(x):
+        kept = Kept(x)
+        alive.add(kept)
+        return kept
+
+    q, k, v = (x.requires_grad_() for x in draw_qkv())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.x):
+        out = fused_attention(q, k, v)
+        loss = out.sin().sum()
+    before = len(alive)
+    loss.backward()
+    assert before >= 4 and not alive and loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("op", ["mm", "_scaled_dot_product_flash_attention_for_cpu"])
+def test_fused_attention_under_selective_checkpointing(op):
+    wanted = getattr(torch.ops.aten, op).default
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op == wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q, k, v = draw_qkv(dtype=torch.float32)
+    found = []
+    for again in (False, True):
+        leaf = q.clone().requires_grad_()
+
+        def run(x):
+            return fused_attention(x.flatten(0, 2).mm(torch.eye(x.shape[-1])).view_as(x), k, v)
+
+        options = dict(use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
+        out = checkpoint(run, leaf, **options) if again else run(leaf)
+        found += torch.autograd.grad(out.sin().sum(), leaf)
+    torch.testing.assert_close(*found)
+
+
+def test_switch_of_values_is_set_again_and_takes_three_values():
+    off = check_values(False)
+    for _ in range(2):
+        with off:
+            assert check_values.on is False
+        assert check_values.on is None
+    for wrong in ("off", 0, 1.0, []):
+        with pytest.raises(ValueError, match="on must be True, False or None"):
+            check_values(wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dense_attention_keeps_its_digits_under_autocast(dtype):
+    q = 60 * draw_qkv(dtype=torch.float32)[0]
+    with torch.autocast("cpu", dtype):
+        found = dense_attention(q, q, q)
+    torch.testing.assert_close(found, dense_attention(q, q, q), rtol=0, atol=0)
+
+
+def test_edge_products_inside_transforms():
+    a, b = (torch.randn(1, 2, 5, 3, dtype=torch.float64) for _ in range(2))
+    edges = torch.tensor([[0, 1, 1], [0, 2, 4], [1, 3, 3]])
+    weight = torch.arange(1.0, 4, dtype=torch.float64)
+    for products in (edge_products, straight_through_presence):
+        leaf = a.clone().requires_grad_()
+        expected, = torch.autograd.grad((products(leaf, b, edges) * weight).sum(), leaf)
+        found = torch.func.grad(lambda a, f=products: (f(a, b, edges) * weight).sum())(a)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_merging_leaves_out_what_an_empty_part_returns():
+    outputs, weights = torch.ones(2, 5, 3), torch.zeros(2, 5)
+    outputs[0, 2], weights[0, 2] = torch.nan, -torch.inf
+    assert torch.equal(merge_attention(outputs, weights), torch.ones(5, 3))

@@ -10,6 +10,7 @@ from scipy import stats
 from torch.utils.checkpoint import checkpoint
 
 from sparseattn.core import relaxation as module
+from sparseattn.core.attention import check_values
 from sparseattn.core.relaxation import (
     check_noise,
     gumbel,
@@ -305,3 +306,26 @@ def test_on_a_gpu():
     logits = torch.zeros(4, 5, device="cuda")
     assert gumbel_softmax(logits, hard=True, generator=source).sum().item() == 4
     assert gumbel_top_k(logits, 5).sort(-1).values.tolist() == [[0, 1, 2, 3, 4]] * 4
+
+
+def test_impossible_orders_have_no_chance_and_no_nan():
+    scores = torch.tensor([0.0, 0.0, -math.inf], requires_grad=True)
+    for order in ([0, 1, 2], [2, 0], [2, 1, 0]):
+        assert plackett_luce(scores, torch.tensor(order)).item() == -math.inf
+    found, = torch.autograd.grad(plackett_luce(scores, torch.tensor([0, 1])), scores)
+    torch.testing.assert_close(found, torch.tensor([0.5, -0.5, 0.0]))
+
+
+def test_scores_are_looked_at_where_values_are():
+    with check_values(False):
+        assert gumbel_softmax(torch.tensor([0.0, math.nan])).isnan().all()
+    scores, order = draw(3, 4), torch.tensor([1, 0])
+    found = torch.func.vmap(lambda s: plackett_luce(s, order))(scores)
+    torch.testing.assert_close(found, plackett_luce(scores, order.expand(3, 2)))
+    compiled = torch.compile(plackett_luce, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(scores, order.expand(3, 2)), found)
+
+
+def test_repeated_draws_need_a_generator():
+    with pytest.raises(TypeError, match="generator must be a torch.Generator"):
+        same_draws(None)

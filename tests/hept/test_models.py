@@ -490,3 +490,39 @@ def test_released_weights_with_exact_masks():
         alone, found = model(x, coords), model(*padded, mask)
     assert not found[~mask].any()
     assert (found[:, :777] - alone).norm() / alone.norm() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["released", "printed", "squared"])
+def test_info_nce_of_half_precision_is_that_of_float32(dtype, form):
+    place, particle, valid = cloud()
+    pairs = training_pairs(place, particle, valid, negatives=5)
+    embeddings = (300 * draw_embeddings(len(particle))).to(dtype).requires_grad_()
+    loss = info_nce(embeddings, pairs, form=form)
+    expected = info_nce(embeddings.float(), pairs, form=form)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert torch.autograd.grad(loss, embeddings)[0].isfinite().all()
+
+
+def draw_embeddings(n):
+    return torch.randn(n, 12, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+def test_focal_loss_of_certain_points(gamma):
+    logits = torch.tensor([15.0, 20.0, 100.0], requires_grad=True)
+    focal_loss(logits, torch.ones(3), gamma=gamma).backward()
+    assert logits.grad.isfinite().all()
+    wide = logits.detach().double()
+    certain = (0.25 * torch.sigmoid(-wide).pow(gamma) * torch.nn.functional.softplus(-wide))[0]
+    torch.testing.assert_close(focal_loss(logits[:1], torch.ones(1), gamma=gamma).double(), certain, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bad", [dict(negatives=-3), dict(radius=math.nan), dict(radius=-1.0)])
+def test_pairs_refuse_options_that_find_nothing(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        training_pairs(*cloud(), **bad)
+    with pytest.raises(TypeError, match="valid"):
+        place, particle, valid = cloud()
+        training_pairs(place, particle, valid.long())

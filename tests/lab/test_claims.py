@@ -146,8 +146,6 @@ def test_claims_wait_for_their_scale(scale, needs):
         (BEYOND, NO, "not reproduced"),
         (BEYOND, YES, "partly"),
         (90.5, YES, "reproduced"),
-        (math.nan, None, "not reproduced"),
-        (math.inf, None, "not reproduced"),
     ],
 )
 def test_reproductions(ours, partly, verdict):
@@ -159,6 +157,13 @@ def test_reproductions(ours, partly, verdict):
         if other != verdict:
             with pytest.raises(ClaimMismatch, match="X-2: the checks say"):
                 claims.reproduce("X-2", **dict(NUMBER, ours=ours, partly=partly, expect=other))
+
+
+@pytest.mark.parametrize("bad", [dict(ours=math.nan), dict(ours=math.inf), dict(paper=math.nan), dict(tolerance=-1.0),
+                                 dict(tolerance=math.nan), dict(tolerance=math.inf)])
+def test_reproductions_need_numbers(bad):
+    with pytest.raises(ValueError, match="X-2: expected finite numbers"):
+        claims.reproduce("X-2", **(NUMBER | bad), expect=None)
 
 
 def test_a_number_that_a_fit_chose_is_not_reproduced():

@@ -616,6 +616,8 @@ def test_items_between_printed_percentages():
     assert between(91.4, 91.3, 2468) == (1, 3) and between(90, 89, 100, decimals=0) == (1, 1)
     with pytest.raises(ValueError, match="50.3 % is no share of 10 items"):
         between(50.3, 50.0, 10)
+    with pytest.raises(ValueError, match="items"):
+        between(50, 40, 0)
 
 
 def test_fewer_trainings_than_planned_decide_nothing():

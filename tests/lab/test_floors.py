@@ -241,3 +241,13 @@ def test_modelnet10_by_a_linear_rule():
         parts.append((x[pick], y[pick]))
     rows = floor_rows(*parts, ["linear", "constant"])
     assert 100 * rows["linear"].mean() == pytest.approx(73.5, abs=1) and rows["constant"].mean() < 0.2
+
+
+def test_a_single_label_of_many_has_one_score():
+    x, y = np.arange(20.0)[:, None], (np.arange(20) > 9).astype(int)[:, None]
+    for name in ("linear", "trees"):
+        assert rule(name)(x, y, x).shape == (20, 1)
+
+
+def test_keys_are_rows():
+    assert rule("key")([[0.0], [1.0]], [3, 7], [[1.0], [0.0]]).tolist() == [7, 3]

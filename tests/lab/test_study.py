@@ -255,3 +255,43 @@ def test_records_of_different_data_do_not_stand_in_one_table(tmp_path):
 def test_settings_table_has_the_papers_column():
     table = S.settings_table(TOY).set_index("setting")
     assert table.loc["steps", "cpu"] == 60 and list(table.columns) == [*S.SCALES, "as printed"]
+
+
+def test_packing_must_not_change_what_is_measured(tmp_path):
+    "Half precision makes equal what was different, which an order would see."
+    scores = 1 + np.arange(100) / 1e5
+    study = dataclasses.replace(TOY, floor=lambda *_: {"test": scores}, statistic=lambda x: len(np.unique(x)))
+    with pytest.raises(ValueError, match="packed they say"):
+        S.train(S.units(study, "smoke", root=tmp_path)[0])
+
+
+def rates(tmp_path, *tried):
+    setting = TOY.settings | {"rates": (list(tried),) * 4 + ("-",)}
+
+    def loss(model, batch, generator):
+        far = max(p.abs().max().item() for p in model.parameters()) > 1e3
+        return toy.loss(model, batch, generator) * (np.nan if far else 1)
+
+    study = dataclasses.replace(TOY, settings=setting, loss=loss)
+    return {u.name: u for u in S.units(study, "smoke", root=tmp_path, rows=["linear"])}
+
+
+def test_a_rate_that_is_too_large_loses(tmp_path):
+    made = rates(tmp_path, 0.1, 1e30)
+    found = {name: S.train(u) for name, u in made.items()}
+    assert found["linear-rate-1e+30"]["best score"] is None and found["linear-0"]["rate"] == 0.1
+    alone = rates(tmp_path / "alone", 1e36, 1e30)
+    probes = [u for u in alone.values() if u.kind == "probe"]
+    assert all(S.train(u)["best score"] is None for u in probes)
+    with pytest.raises(ValueError, match="none of the probes came to a number"):
+        S.train(alone["linear-0"])
+
+
+def test_other_probes_void_the_record_of_their_row(tmp_path):
+    made = rates(tmp_path, 0.1, 0.01)
+    record = {name: S.train(u) for name, u in made.items()}["linear-0"]
+    assert S.current(made["linear-0"]) == record
+    for u in made.values():
+        if u.kind == "probe":
+            S.write_record(u.record, S.read_record(u.record) | {"best score": float(u.rate != record["rate"])})
+    assert S.current(made["linear-0"]) is None

@@ -680,3 +680,11 @@ def test_side_by_side_keeps_the_order_and_its_processes_keep_their_memory(monkey
     with pytest.raises(ZeroDivisionError):
         T.side_by_side(divmod, [(1, 0)], workers=2)
     assert os.environ["MALLOC_TOP_PAD_"] == "7" and "MALLOC_MMAP_MAX_" not in os.environ
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, math.nan])
+def test_a_limit_that_turns_or_stops_the_step_is_refused(clip):
+    with pytest.raises(ValueError, match="clip must be above 0"):
+        Optimiser(clip=clip).build([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        Schedule("step", every=0).build(Optimiser().build([nn.Parameter(torch.zeros(1))]), 3)

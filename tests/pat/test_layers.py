@@ -638,3 +638,24 @@ def test_printed_pool_with_repetition(draw):
     assert dilated_neighbours(many, repeat=True).equal(dilated_neighbours(many))
     alone = dilated_neighbours(x[:, :1], 4, repeat=True, draw=draw, generator=g)
     assert alone.eq(0).all()
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_draws_without_replacement_end(hard):
+    "Scores or noise beyond all numbers of a dtype: distinct points all the same."
+    large = dict(x=torch.full((1, 4, 1), 1e30) * torch.arange(1, 5)[:, None], weight=torch.full((2, 1), -1e10))
+    half = dict(x=torch.full((1, 4, 1024), 80.0).half(), weight=-torch.ones(2, 1024).half())
+    noise = dict(x=torch.randn(1, 4, 2), weight=torch.randn(2, 2), noise=torch.tensor([0.0, *[-math.inf] * 3]))
+    for given in (large, half, noise):
+        subset, index = gumbel_subset_sampling(**given, replace=False, hard=hard, return_index=True)
+        assert len(set(index[0].tolist())) == 2 and subset.dtype == given["x"].dtype
+        assert gumbel_subset_sampling(**given, hard=hard).isfinite().all()
+
+
+def test_padding_reaches_no_gradient_of_a_point_network():
+    network, x, mask = PointMLP([3, 16, 16], groups=4), torch.randn(1, 6, 3), torch.arange(6)[None] < 5
+    network(x.masked_fill(~mask[..., None], math.nan), mask).square().sum().backward()
+    found = [p.grad.clone() for p in network.parameters()]
+    network.zero_grad()
+    network(x, mask).square().sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, network.parameters(), strict=True))

@@ -257,3 +257,21 @@ def test_learns():
         optimiser.step()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chamfer_finds_the_nearest_under_autocast(dtype):
+    x = 2 * _random(1, 500, 3).float()
+    y = x + 0.005 * _random(1, 500, 3, seed=1).float()
+    expected = chamfer_distance(x, y, impl="reference")
+    with torch.autocast("cpu", dtype):
+        torch.testing.assert_close(chamfer_distance(x, y), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(chamfer_distance(x, y.double()), expected.double(), rtol=1e-4, atol=0)
+
+
+def test_loss_outside_of_autocast():
+    model = MaskedAutoencoder(dim=16, depth=1, heads=4, groups=8, group_size=16, token_hidden=(8, 8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        drawn = model(torch.rand(2, 100, 3))
+    drawn.loss().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

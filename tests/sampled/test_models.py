@@ -308,3 +308,7 @@ def test_a_generator_goes_to_attentions_that_draw(attention):
             found = [network.eval()(points, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[0], found[2]) == (attention == "dense")
+
+
+def test_an_attention_without_the_option_takes_its_own_channels():
+    assert ShapeClassifier(4, attention="pat", dim=32, heads=4)(torch.rand(1, 10, 3)).shape == (1, 4)

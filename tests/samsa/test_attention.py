@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -416,3 +417,18 @@ def test_gpu():
         _same([x.cpu() for x in _results(on_gpu, 40, hard=hard)], _results(tensors, 40, hard=hard), 1e-10)
     layer = SAMSAAttention(16, 4, samples=8).cuda()
     layer(torch.randn(2, 5, 16, device="cuda")).sum().backward()
+
+
+def test_whole_numbers_of_numpy_compile():
+    layer, x = SAMSAAttention(16, 4, samples=np.int64(4)), torch.randn(1, 8, 16)
+    compiled = torch.compile(layer.eval(), backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_supports_are_looked_at():
+    q, scores = torch.randn(1, 2, 10, 4), torch.randn(1, 2, 10)
+    supports = torch.full((2, 3, 4), torch.nan), torch.zeros(2, 3, 4), torch.full((2, 3), 9.0)
+    with pytest.raises(ValueError, match="supports' keys"):
+        samsa_attention(q, q, q, scores, samples=4, supports=supports)
+    with pytest.raises(TypeError, match="supports' keys"):
+        samsa_attention(q, q, q, scores, samples=4, supports=[1, 2, 3])

@@ -366,3 +366,27 @@ def test_a_generator_goes_to_attentions_that_draw(attention):
         found = [encoder(x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2]) == (attention == "dense")
+
+
+def test_random_choice_without_supports():
+    encoder = choose_at_random(SAMSAEncoder(16, 2, 4, samples=4, supports=0))
+    assert all(isinstance(layer.importance, EqualScores) for layer in sampling_layers(encoder))
+
+
+def test_masked_means_of_half_precision_do_not_overflow():
+    network = SequenceNetwork(10, 3, dim=16, depth=1, heads=2, samples=4).half().eval()
+    tokens = torch.zeros(1, 4096).long()
+    with torch.no_grad():
+        network.tokens.weight.fill_(20.0)
+        found = network(tokens, mask=torch.ones(1, 4096, dtype=torch.bool))
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("bad, error", [
+    (dict(noise=torch.zeros(1, 1, 1)), ValueError), (dict(noise=torch.full((1, 3, 16), torch.nan)), ValueError),
+    (dict(noise=torch.zeros(1, 3, 16).double()), TypeError), (dict(noise=torch.zeros(5, 3, 16)), ValueError),
+    (dict(generator=3), TypeError),
+])
+def test_bridges_refuse_noise_that_does_not_fit(bad, error):
+    with pytest.raises(error, match=next(iter(bad))):
+        GraphBridge(16, 3)(torch.randn(1, 3, 3), None, torch.tensor([[[0, 1], [1, 2]]]), **bad)

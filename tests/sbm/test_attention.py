@@ -327,3 +327,52 @@ def test_a_given_list_may_name_masked_points(impl):
     same = sbm_attention(*[part[:, :, :4] for part in (x, x, x, y)], s, y[:, :, :4], edges=few, impl=impl)
     torch.testing.assert_close(out[:, :, :4], same)
     assert not out[:, :, 4:].any()
+
+
+def test_coins_of_two_draws_differ_in_one_graph():
+    "A compiler that takes equal operations for one must not take two draws for one."
+    q, k, v = torch.randn(3, 1, 1, 8, 4)
+    y, s, z = torch.full((1, 1, 8, 1), 0.6, requires_grad=True), torch.ones(1, 1, 1), torch.full((1, 1, 8, 1), 0.7)
+
+    def loss(y):
+        return sbm_attention(q, k, v, y, s, z, gradient="two-sided").square().sum()
+
+    def gradient(f):
+        torch.manual_seed(5)
+        return torch.autograd.grad(f(y), y)[0]
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradient(compiled), gradient(loss))
+
+
+def test_compiles_with_numbers_that_change():
+    layer, x = SBMAttention(16, 2, clusters=4, exploration=0.1), torch.randn(2, 12, 16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (12, 9):
+        assert compiled(x[:, :length]).shape == (2, length, 16)
+
+
+def test_candidates_need_edges_and_two_sides():
+    x, y, s = torch.randn(1, 2, 20, 8), torch.rand(1, 2, 20, 4), torch.full((2, 4, 4), 1 / 16)
+    edges, outside = torch.tensor([[0], [1], [2]]), torch.tensor([[7], [1], [2]])
+    for given in (dict(), dict(gradient="two-sided"), dict(edges=edges)):
+        with pytest.raises(ValueError, match="candidates need edges"):
+            sbm_attention(x, x, x, y, s, y, candidates=edges, **given)
+    with pytest.raises(ValueError, match="candidates"):
+        sbm_attention(x, x, x, y, s, y, candidates=outside, edges=edges, gradient="two-sided")
+
+
+def test_a_list_of_edges_inside_transforms():
+    x, y, s = torch.randn(1, 2, 20, 8), torch.rand(1, 2, 20, 4, requires_grad=True), torch.full((2, 4, 4), 1 / 16)
+    edges = torch.tensor([[0, 0, 1], [1, 1, 3], [2, 5, 3]])
+
+    def loss(y):
+        return sbm_attention(x, x, x, y, s, y, edges=edges).square().sum()
+
+    expected, = torch.autograd.grad(loss(y), y)
+    torch.testing.assert_close(torch.func.grad(loss)(y.detach()), expected)
+
+
+def test_rates_by_a_wrong_name_are_refused():
+    with pytest.raises(ValueError, match="rates"):
+        cluster_rates(torch.zeros(1, 2, 3), "row")

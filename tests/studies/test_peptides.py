@@ -5,6 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
+from sparseattn.lab.study import pack, unpack
 from sparseattn.samsa.models import EqualScores, sampling_layers
 from sparseattn.studies import peptides as func
 from sparseattn.studies import peptides_struct as struct
@@ -57,3 +58,15 @@ def test_sizes_start_at_the_least_squares_rule():
             torch.manual_seed(0)
             found.append(network(batch))
         torch.testing.assert_close(found[0], found[1] + model.linear(x[:4]))
+
+
+def test_places_say_what_scores_do_and_survive_packing():
+    rng = np.random.default_rng(0)
+    truth = rng.random((2331, 3)) < 0.1
+    scores = np.stack([-3 + 0.01 * (rng.normal(size=truth.shape) + truth), truth], -1)
+    scores[:, 2, 0] = scores[:, 2, 0].round(2)
+    places = func.ranked(scores)
+    kept = unpack(pack(places))
+    assert func.precision(kept) == pytest.approx(func.precision(scores), abs=1e-12)
+    assert ((places[..., 0] > 0) == (scores[..., 0] > 0)).all()
+    assert ((func.ranked(scores + [3.0, 0.0])[..., 0] > 0) == (scores[..., 0] > -3)).all()
