@@ -119,19 +119,41 @@ def _mask(case):
     mask[0, 3], mask[1, 9:] = False, False
     hidden = ~mask[..., None]
     expected = results(case, case.module(), *(part.masked_fill(hidden, 0) for part in cloud), mask)
-    garbage = [torch.where(hidden, 1e3 * torch.randn_like(part), part) for part in cloud]
-    found = results(case, case.module(), *garbage, mask)
-    if found[0][~mask].any():
-        raise AssertionError("masked points do not return 0")
-    _same(found, expected, "other numbers in masked points")
+    for fill in (1e3, torch.inf, torch.nan):
+        found = results(case, case.module(), *(part.masked_fill(hidden, fill) for part in cloud), mask)
+        if found[0][~mask].any():
+            raise AssertionError("masked points do not return 0")
+        _same(found, expected, f"{fill:g} in masked points")
+    if not _draws(case):
+        alone = results(case, case.module(), *(part[1:, :9] for part in cloud))[0]
+        _same([found[0][1:, :9]], [alone], "points that are masked, and the same cloud without them", _rounding(case))
+    nothing = results(case, case.module(), *cloud, torch.tensor([[True], [False]]).expand(2, 20))
+    if nothing[0][1].any() or not all(part.isfinite().all() for part in nothing):
+        raise AssertionError("a cloud of masked points alone: output is not 0, or a gradient is not finite")
+
+
+def _draws(case):
+    "Whether outputs depend on the state of the random numbers."
+    module, cloud = case.module().train(), case.cloud()
+    first, second = (_seeded(module, cloud, seed) for seed in (0, 1))
+    return not torch.equal(first, second)
+
+
+def _seeded(module, cloud, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return module(*cloud)
 
 # %% ../nbs/core/08_testing.ipynb #8a82c709
 @attention_property("batch")
 def _batch(case):
     cloud = case.cloud()
-    other = [torch.stack([part[0], 3 * part[1].flip(0) + 1]) for part in cloud]
-    found, expected = (results(case, case.module(), *each)[0][:1] for each in (other, cloud))
-    _same(found, expected, "another second cloud changes the first", _rounding(case))  # products sum by size
+    for k, (changed, kept) in enumerate((("first", "second"), ("second", "first"))):
+        other = [part.clone() for part in cloud]
+        for part in other:
+            part[k] = 3 * part[k].flip(0) + 1
+        found, expected = (results(case, case.module(), *each)[0][1 - k, None] for each in (other, cloud))
+        _same(found, expected, f"another {changed} cloud changes the {kept}", _rounding(case))  # products sum by size
 
 # %% ../nbs/core/08_testing.ipynb #2413c042
 @attention_property("lengths")
@@ -162,6 +184,30 @@ def _gradients(case):
         raise AssertionError(f"no gradient reaches {', '.join(silent)}")
     if wild := [name for name, gradient in found.items() if not gradient.isfinite().all()]:
         raise AssertionError(f"the gradient of {', '.join(wild)} is not finite")
+    if not case.estimates and case.dtype == torch.float64 and not _draws(case):
+        _match_differences(case)
+
+
+def _match_differences(case, step=1e-6):
+    "Gradients along a random direction against differences, by the input, the coordinates and every parameter."
+    module, cloud = case.module(), [part.requires_grad_() for part in case.cloud()]
+    leaves = dict(zip(("the input", "coordinates"), cloud, strict=True)) | {
+        name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def total():
+        torch.manual_seed(case.seed)
+        return module(*cloud).sin().sum()
+
+    gradients = torch.autograd.grad(total(), list(leaves.values()), allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        direction = torch.randn_like(leaf)
+        along = 0.0 if gradient is None else (gradient * direction).sum().item()
+        with torch.no_grad():
+            ends = [(leaf.add_(sign * step * direction), total().item())[1] for sign in (1, -2)]
+            leaf.add_(step * direction)
+        difference = (ends[0] - ends[1]) / (2 * step)
+        if abs(difference - along) > 1e-4 * max(abs(difference), abs(along), 1.0):
+            raise AssertionError(f"the gradient of {name} along a direction is {along:.4g}, by differences {difference:.4g}")
 
 # %% ../nbs/core/08_testing.ipynb #3c0a489b
 @attention_property("heard")

@@ -55,6 +55,53 @@ class ReturnsPadding(Good):
         return super().forward(x, coords, mask) + 1
 
 
+class CountsPadding(Good):
+    def attend(self, q, k, v, mask):
+        return super().attend(q, k, v, None)
+
+
+class MultipliesPaddingByZero(Good):
+    def forward(self, x, coords=None, mask=None, return_info=False):
+        x = x if mask is None else x * mask[..., None]
+        out = self.attend(*(part(x)[:, None] for part in (self.query, self.key, self.value)), mask)[:, 0]
+        return out if mask is None else out.masked_fill(~mask[..., None], 0)
+
+
+class NothingIsNaN(Good):
+    def attend(self, q, k, v, mask):
+        logits = q @ k.mT / 4
+        return (logits if mask is None else logits.masked_fill(~mask[:, None, None], -torch.inf)).softmax(-1) @ v
+
+
+class HearsTheCloudBefore(Good):
+    def attend(self, q, k, v, mask):
+        return super().attend(q, k, v, mask) + 0.1 * torch.cat([torch.zeros_like(v[:1]), v[:-1]]).mean(2, keepdim=True)
+
+
+class TooSteep(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+class WrongGradient(Good):
+    def forward(self, x, coords=None, mask=None, return_info=False):
+        weight = TooSteep.apply(self.value.weight)
+        x = x if mask is None else x.masked_fill(~mask[..., None], 0)
+        out = self.attend(self.query(x)[:, None], self.key(x)[:, None], (x @ weight.mT)[:, None], mask)[:, 0]
+        return out if mask is None else out.masked_fill(~mask[..., None], 0)
+
+
 class MixesClouds(Good):
     def attend(self, q, k, v, mask):
         return super().attend(q, k, v, mask) + 0.1 * v.mean(0, keepdim=True)
@@ -243,10 +290,15 @@ FAULTS = {
     HearsPadding: {"mask"},
     HearsPaddedCoordinates: {"mask"},
     ReturnsPadding: {"mask"},
-    MixesClouds: {"batch"},
+    CountsPadding: {"mask"},
+    MultipliesPaddingByZero: {"mask"},
+    NothingIsNaN: {"mask"},
+    HearsTheCloudBefore: {"batch", "mask"},  # and alone a cloud hears none
+    WrongGradient: {"gradients"},
+    MixesClouds: {"batch", "mask"},
     WholeBlocks: {"lengths"},
     OnePointIsNaN: {"lengths"},
-    GoesByPlace: {"equivariance"},
+    GoesByPlace: {"equivariance", "mask"},  # places are counted by the length, with padding
     UnusedParameter: {"gradients", "DDP"},
     DetachedKeys: {"gradients", "double backward", "DDP"},  # what is differentiated is not the derivative either
     DropsAPoint: {"heard"},

@@ -634,7 +634,7 @@ class StratifiedAttention(_Near):
                  shift: bool = False, sample: str = "farthest", head_dim: int | None = None):
         super().__init__(dim, heads, head_dim)
         self.options = {"window": window, "large": large, "every": every, "shift": shift, "sample": sample}
-        stratified_edges(torch.zeros(1, 1, 1), **self.options)  # refuses what does not fit
+        stratified_edges(torch.zeros(1, 1, 1, device="cpu"), **self.options)  # refuses what does not fit
 
     def edges(self, coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "3 e"]:
         """Edges (cloud, query, key), see `stratified_edges`."""

@@ -220,7 +220,7 @@ def check_count(name: str, value: int, least: int = 1) -> None:
     Example:
         >>> check_count("tables", 3)
     """
-    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)) or value < least:
+    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral, torch.SymInt)) or value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
 
 
@@ -1073,7 +1073,7 @@ def _operator(q: Tensor, k: Tensor, v: Tensor, presence: Tensor | None, absence:
 
 @_operator.register_fake
 def _(q, k, v, *_):
-    return q.new_empty(len(q), v.shape[1]), q.new_empty(len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape[0], v.shape[1]), q.new_empty(q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00a11
 @torch.library.custom_op("sparseattn::edge_attention_backward", mutates_args=())

@@ -183,7 +183,10 @@ def _name(command, options, source):
 def _cache():
     "The folder where libraries are kept."
     folder = os.environ.get("SPARSEATTN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "sparseattn")
-    folder = Path(folder, "kernels").expanduser()
+    try:
+        folder = Path(folder, "kernels").expanduser()
+    except RuntimeError as error:    # no home is known
+        raise OSError(str(error)) from None
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "geteuid") and folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} is another user's")

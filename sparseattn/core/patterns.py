@@ -84,6 +84,7 @@ def block_pattern(labels: Int[Tensor, "... n"]) -> Bool[Tensor, "... n n"]:
     whole = isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex()
     if not whole or labels.dtype == torch.bool:
         raise TypeError(f"labels must be an integer tensor, got {getattr(labels, 'dtype', type(labels).__name__)}")
+    labels = labels.long()
     if labels.dim() < 1 or 0 in labels.shape:
         raise ValueError(f"labels must have shape (..., points), none of them empty, got {tuple(labels.shape)}")
     if labels.min() < -1:

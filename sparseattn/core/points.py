@@ -19,7 +19,7 @@ from scipy.spatial import cKDTree
 from torch import Tensor
 
 from .attention import (check_choice, check_count, check_form, check_mask, check_points, has_values, hide_masked,
-                                      sees_values, uncompiled)
+                                      sees_values, transformed, uncompiled, without_autocast)
 
 # %% ../../nbs/core/04_points.ipynb #a4c1943f
 def squared_distance(a: Float[Tensor, "*#shape c"], b: Float[Tensor, "*#shape c"]) -> Float[Tensor, "..."]:
@@ -271,7 +271,7 @@ def farthest_point_sampling(points: Float[Tensor, "b n c"], m: int, *, start: in
     points, real = _cloud("points", points, mask)
     _check_enough("m", m, real)
     first = _first(points, real, start)
-    form = _farthest_reference if impl == "reference" else uncompiled(_farthest_fast)
+    form = _farthest_reference if impl == "reference" or transformed(points) else uncompiled(_farthest_fast)
     return form(points, real, first, int(m))
 
 # %% ../../nbs/core/04_points.ipynb #093c4055
@@ -674,4 +674,5 @@ def interpolate(x: Float[Tensor, "b m e"], points: Float[Tensor, "b m c"], queri
     nearest = away[..., :1]                               # weights relative to the nearest: nothing overflows
     weight = torch.where(nearest > 0, nearest / away, (away == 0).double())
     weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
-    return (weight[..., None, :] @ gather_points(hide_masked(x, mask), index)).squeeze(-2)
+    with without_autocast(x):
+        return (weight[..., None, :] @ gather_points(hide_masked(x, mask), index)).squeeze(-2)

@@ -26,6 +26,10 @@ _REGISTRY: dict[str, type[nn.Module]] = {}
 def register_attention(name: str) -> Callable:
     """Class decorator that makes an attention module known under `name`; a notebook may define its own again.
 
+    It is made with `(dim, heads, **options)` and called as `(x, coords, mask, return_info)`: features (b, n, c), coordinates
+    (b, n, k) or None, mask (b, n), True = a real point, or None; with `return_info` it returns a pair, the second part an
+    `AttentionInfo`. One that draws has a parameter of its own called `generator`.
+
     Raises:
         ValueError: the name is taken by another class.
 
@@ -35,8 +39,9 @@ def register_attention(name: str) -> Callable:
     """
     def register(cls):
         taken = _REGISTRY.get(name)
-        if (taken is not None and "__main__" not in (taken.__module__, cls.__module__)
-                and taken.__module__ != cls.__module__):
+        again = taken is None or taken.__qualname__ == cls.__qualname__ and (
+            taken.__module__ == cls.__module__ or "__main__" in (taken.__module__, cls.__module__))
+        if not again:
             raise ValueError(f"attention {name!r} is already registered by {taken.__module__}")
         _REGISTRY[name] = cls
         return cls

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..core.attention import (check_boolean, check_count, check_form, check_generator, check_mask, check_number,
-                                       has_values)
+                                       has_values, sees_values)
 from ..core.points import invert
 
 # %% ../../nbs/hept/31_hashing.ipynb #e0bda8a4
@@ -132,7 +132,8 @@ def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | N
         Permutations: `order[..., r]` is the point at place r. Ties by index.
 
     Raises:
-        TypeError, ValueError: base codes that are not floating, or labels or a mask that do not fit.
+        TypeError, ValueError: base codes that are not floating, labels that are out of range, or labels or a mask that do
+            not fit.
 
     Example:
         >>> base = torch.tensor([0.5, 0.1, 0.3]).view(1, 1, 1, 3)
@@ -147,6 +148,8 @@ def sort_order(base: Float[Tensor, "t b h n"], label: Int[Tensor, "t b h n"] | N
     if label.dim() != 4 or any(a not in (1, b) for a, b in zip(label.shape, base.shape, strict=True)):
         raise ValueError(f"label must broadcast to the shape of base, {tuple(base.shape)}, got {tuple(label.shape)}")
     label = label.long()
+    if sees_values(label, memory=True) and not (label.min() >= 0 and label.max() < 2**31 - 1):
+        raise ValueError(f"label must lie in 0..{2**31 - 2}, found {label.min()} to {label.max()}")
     if mask is not None:
         label = torch.where(mask[None, :, None], label, label.amax() + 1)
     key = (label << 32) + _float_bits(base)

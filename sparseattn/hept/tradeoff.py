@@ -65,7 +65,7 @@ def bucket_keys(codes: np.ndarray) -> np.ndarray:
         [0, 1, 0]
     """
     keys, span = np.zeros(len(codes), dtype=np.int64), 1
-    for column in np.asarray(codes).T:
+    for column in np.asarray(codes).astype(np.int64).T:
         base = int(np.ptp(column)) + 1
         if span * base >= 2**62:
             keys = np.unique(keys, return_inverse=True)[1]
@@ -753,7 +753,7 @@ def _fewest_tables(system, r, functions, target):
     low, high = np.zeros(len(r)), np.ones(len(r))
     while (short := np.exp(high[:, None] * miss) @ weight > target).any():
         low, high = np.where(short, high, low), np.where(short, 2 * high, high)
-    while (high - low > 1).any():
+    while (high - low > np.maximum(1, np.spacing(high))).any():    # beyond 2^53 whole numbers lie further apart
         middle = np.floor((low + high) / 2)
         enough = np.exp(middle[:, None] * miss) @ weight <= target
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)

@@ -484,9 +484,9 @@ class Case:
     def errors(self) -> dict[str, float]:
         "The error of every form."
         if self.error:
-            return {name: float(self.error(self._call(form, self.inputs)())) for name, form in self.forms.items()}
-        exact = self._call(self.exact, tuple(x.double() if _floating(x) else x for x in self.inputs))()
-        return {name: relative_error(self._call(form, self.inputs)(), exact) for name, form in self.forms.items()}
+            return {name: float(self.error(self._call(form, _own(self.inputs))())) for name, form in self.forms.items()}
+        exact = self._call(self.exact, _own(self.inputs, exact=True))()
+        return {name: relative_error(self._call(form, _own(self.inputs))(), exact) for name, form in self.forms.items()}
 
     def _call(self, form, inputs):
         return _with_gradients(form, inputs) if self.backward else _without_graph(form, inputs)
@@ -502,6 +502,16 @@ def _check_case(case):
         raise ValueError(f"{case.name}: {', '.join(sorted(twice))}: a form and a rival")
 
 # %% ../../nbs/lab/23_measure.ipynb #ca5e0004
+def _widest(x):
+    return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _own(inputs, exact=False):
+    "Copies, so that a form that works in place spoils no other's."
+    copied = tuple(x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs)
+    return tuple(x.double() if exact and _floating(x) else x for x in copied)
+
+
 def _floating(x):
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
@@ -551,7 +561,7 @@ def relative_error(result, exact) -> float:
     ours, exact = _tensors(result), _tensors(exact)
     if len(ours) != len(exact) or not exact or any(a.shape != b.shape for a, b in zip(ours, exact, strict=True)):
         return math.inf
-    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, exact, strict=True) if b.numel()]
+    pairs = [(_widest(a), _widest(b)) for a, b in zip(ours, exact, strict=True) if b.numel()]
     gaps = [((a - b).abs().max() / b.abs().max().clamp(min=1e-300)).item() for a, b in pairs]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
 
@@ -766,7 +776,7 @@ def layer_inputs(network: torch.nn.Module, kind: type, *batch) -> list[tuple]:
         raise ValueError(f"network: has no {kind.__name__}")
 
     def keep(layer, given):
-        found.append(tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in given))
+        found.append(tuple(x.detach().clone() if isinstance(x, torch.Tensor) else x for x in given))
 
     hooks = [layer.register_forward_pre_hook(keep) for layer in layers]
     try:

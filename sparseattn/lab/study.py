@@ -29,7 +29,7 @@ from .train import Optimiser, Schedule, fit
 
 # %% ../../nbs/lab/80_study.ipynb #77c056df
 def pack(values) -> dict:
-    """An array as JSON: booleans as bits, floats in half precision, compressed.
+    """An array as JSON: booleans as bits, floats in half precision (in single where some are below 6e-5), compressed.
 
     Args:
         values: booleans, whole numbers, or floats below 65,504 in size.
@@ -48,7 +48,8 @@ def pack(values) -> dict:
     if values.dtype.kind == "f":
         if not (np.abs(values) < 65_504).all():
             raise ValueError("values: expected finite numbers below 65,504 in size")
-        values = values.astype(np.float16)
+        small = (values != 0) & (np.abs(values) < np.finfo(np.float16).smallest_normal)    # half precision would lose digits
+        values = values.astype(np.float32 if small.any() else np.float16)
     raw = np.packbits(values) if values.dtype == bool else values
     text = base64.b64encode(zlib.compress(np.ascontiguousarray(raw).tobytes(), 9)).decode()
     return {"dtype": values.dtype.name, "shape": list(values.shape), "zlib": text}
@@ -447,7 +448,7 @@ def _outcomes(study: Study, found: dict) -> dict:
     packed = {part: pack(values) for part, values in found.items()}
     means = {part: float(measure(values)) for part, values in found.items() if part[0] != "_"}
     for part, mean in means.items():
-        if not math.isclose(kept := float(measure(unpack(packed[part]))), mean, rel_tol=1e-3, abs_tol=1e-3):
+        if not math.isclose(kept := float(measure(unpack(packed[part]))), mean, rel_tol=1e-3, abs_tol=1e-3 * np.abs(found[part]).max()):
             raise ValueError(f"outcomes of {part!r}: packed they say {kept:.5g}, not {mean:.5g}")
     return {"outcomes": packed, "means": means}
 
@@ -482,6 +483,14 @@ def _same_data(unit, seen, sources):
                          f"{'; '.join(beside['data']['sources'])}. Set SPARSEATTN_DATA to their files, or retrain the others")
 
 
+def _same_as_begun(unit, seen):
+    """Refuse to go on with a training that was begun with other data."""
+    noted = unit.folder / "data"
+    if (unit.folder / "checkpoint.pt").exists() and noted.exists() and noted.read_text() != seen:
+        raise ValueError(f"{unit.name}: was begun with other data and paused; bring them back, or retrain it")
+    noted.write_text(seen)
+
+
 def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, retrain: bool = False) -> dict:
     """The record of a unit: the one that is there, or a new one after training (or going on with) the unit.
 
@@ -509,6 +518,7 @@ def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, r
             _same_data(unit, seen, data["sources"])
         for old in (unit.record, unit.folder / "checkpoint.pt") if retrain else ():      # only now that the data are there
             old.unlink(missing_ok=True)
+        _same_as_begun(unit, seen)
         if unit.kind == "floor":
             began = time.process_time()
             told = _outcomes(unit.study, unit.study.floor(unit.row, unit.setting(), data, unit.seed))
@@ -517,7 +527,7 @@ def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, r
             told = _trained(unit, data, torch.device(device), stop)
         record = unit.facts() | {"data": {"digest": seen, "sources": data["sources"]}} | told | _making(device)
         record = write_record(unit.record, record)
-        for left in ("checkpoint.pt", "progress.json"):
+        for left in ("checkpoint.pt", "progress.json", "data"):
             (unit.folder / left).unlink(missing_ok=True)
         return record
 

@@ -192,7 +192,7 @@ def _operator_backward(q: Tensor, k: Tensor, v: Tensor, order: Tensor, count: Te
 # %% ../../nbs/sampled/51_attention.ipynb #51opfn02
 @_operator.register_fake
 def _(q, k, v, *_):
-    return torch.empty_like(v), q.new_empty(len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(v), q.new_empty(q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @_operator_backward.register_fake

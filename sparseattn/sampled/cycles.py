@@ -162,10 +162,10 @@ def sample_cycle(n: int, *, batch: tuple[int, ...] = (), generator: torch.Genera
     for size in batch:
         check_count("batch", size)
     check_generator(generator)
-    n = int(n)
+    n = n if isinstance(n, torch.SymInt) else int(n)
     device = torch.device(generator.device if device is None and generator is not None else device or "cpu")
-    if not batch:
-        return torch.randperm(n, generator=generator, device=device)
+    if not batch:    # a generator is named only where there is one: the other overload takes a length that varies
+        return torch.randperm(n, device=device) if generator is None else torch.randperm(n, generator=generator, device=device)
     if device.type != "cpu" or n <= _PACKED:
         return _packed_orders(n, batch, generator, device)
     orders = [torch.randperm(n, generator=generator) for _ in range(math.prod(batch))]
@@ -370,16 +370,20 @@ def _composed_ratio(q, k, v, bias, edges, portions, scale):
     return w[0] * v + (w[1:] * _rows(v, ahead)).sum(0)
 
 
+def _edges(orders, count):
+    "A function of a portion (first, last): successors and predecessors of its cycles."
+    return lambda first, last: tuple(_advance(orders[first:last], step, count) for step in (1, -1))
+
+
 class _RatioAttention(torch.autograd.Function):
     """Self-term plus sampled terms of softmax attention, cycle by cycle.
 
-    `edges(first, last)` gives the successors and predecessors of the cycles in a portion, `bias` the log of how often
-    a sampled key counts.
+    `bias` is the log of how often a sampled key counts; for `orders` and `count` see `_edges`.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, edges, portions, scale):
-        own = (q * k).sum(-1) * scale
+    def forward(ctx, q, k, v, bias, orders, count, portions, scale):
+        own, edges = (q * k).sum(-1) * scale, _edges(orders, count)
         top, numerator, denominator = own, v, torch.ones_like(own)
         for portion in portions:
             ahead, _ = edges(*portion)
@@ -389,22 +393,23 @@ class _RatioAttention(torch.autograd.Function):
             numerator = numerator * shrink[..., None] + (w[..., None] * _rows(v, ahead)).sum(0)
             denominator, top = denominator * shrink + w.sum(0), new
         out = numerator / denominator[..., None]
-        ctx.save_for_backward(q, k, v, bias, own, out, top + denominator.log())
-        ctx.edges, ctx.portions, ctx.scale = edges, portions, scale
+        ctx.save_for_backward(q, k, v, bias, orders, count, own, out, top + denominator.log())
+        ctx.portions, ctx.scale = portions, scale
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, bias, own, out, total = ctx.saved_tensors
+        q, k, v, bias, orders, count, own, out, total = ctx.saved_tensors
+        edges = _edges(orders, count)
         if torch.is_grad_enabled():
-            again = functools.partial(_composed_ratio, bias=bias, edges=ctx.edges, portions=ctx.portions, scale=ctx.scale)
-            return *composed_gradients(again, (q, k, v), grad), None, None, None, None
+            again = functools.partial(_composed_ratio, bias=bias, edges=edges, portions=ctx.portions, scale=ctx.scale)
+            return *composed_gradients(again, (q, k, v), grad), *[None] * 5
         mean = (grad * out).sum(-1)
         w = (own - total).exp()
         s = w * ((grad * v).sum(-1) - mean)
         to_q, to_k, to_v = s[..., None] * k, s[..., None] * q, w[..., None] * grad
         for portion in ctx.portions:
-            ahead, behind = ctx.edges(*portion)
+            ahead, behind = edges(*portion)
             keys = _rows(k, ahead)
             w = ((q * keys).sum(-1) * ctx.scale + bias - total).exp()
             s = w * ((grad * _rows(v, ahead)).sum(-1) - mean)
@@ -412,7 +417,7 @@ class _RatioAttention(torch.autograd.Function):
             behind = behind.expand_as(w)
             to_k += (s.gather(-1, behind)[..., None] * _rows(q, behind)).sum(0)
             to_v += (w.gather(-1, behind)[..., None] * _rows(grad, behind)).sum(0)
-        return to_q * ctx.scale, to_k * ctx.scale, to_v, None, None, None, None
+        return to_q * ctx.scale, to_k * ctx.scale, to_v, *[None] * 5
 
 # %% ../../nbs/sampled/50_cycles.ipynb #d3567801
 def _checked(q, k, v, mask, order, name, leading):
@@ -447,9 +452,7 @@ def _ratio(q, k, v, orders, count, scale, impl):
     others = torch.tensor(n - 1, device=q.device) if count is None else count - 1
     weight = others.clamp(min=0).to(q.dtype) / draws
 
-    def edges(first, last):
-        return tuple(_advance(orders[first:last], step, count) for step in (1, -1))
-
+    edges = _edges(orders, count)
     if impl == "reference":
         ahead = edges(0, draws)[0].movedim(0, -1)
         times = torch.zeros(*ahead.shape[:-1], n, dtype=q.dtype, device=q.device)
@@ -458,8 +461,9 @@ def _ratio(q, k, v, orders, count, scale, impl):
         return _weighted_attention(q, k, v, times * weight[..., None] + eye, scale)
     step = max(1, _PORTION // q.numel())
     portions = [(first, min(first + step, draws)) for first in range(0, draws, step)]
-    plain = torch.compiler.is_compiling() or transformed(q, k, v)
-    return (_composed_ratio if plain else _RatioAttention.apply)(q, k, v, weight.log(), edges, portions, scale)
+    if torch.compiler.is_compiling() or transformed(q, k, v):
+        return _composed_ratio(q, k, v, weight.log(), edges, portions, scale)
+    return _RatioAttention.apply(q, k, v, weight.log(), orders, count, portions, scale)
 
 # %% ../../nbs/sampled/50_cycles.ipynb #d46b03d0
 def dense_limit_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"],

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.attention import check_choice, check_generator, edge_products, sees_values
+from ..core.attention import check_choice, check_generator, edge_products, sees_values, without_autocast
 from ..core.native import c_kernels, c_source
 
 # %% ../../nbs/sbm/40_fastrg.ipynb #8d8ab27a
@@ -233,14 +233,24 @@ _FORMS = ("fast", "composed", "reference")
 
 def _draw(y, b, z, law, generator, impl):
     y, b, z = (_wide(x) for x in (y, b, z))
-    return draw_edges(y @ b, z, law, generator=generator, impl=impl)
+    with without_autocast(y):    # chances keep their digits
+        a = y @ b
+        _check_expected(a, z)
+        return draw_edges(a, z, law, generator=generator, impl=impl)
+
+
+def _check_expected(a, z):
+    "Refuse a model whose expected numbers of edges are no numbers, at which a draw would not end."
+    if sees_values(a, memory=True) and not (a.sum(-2, dtype=torch.float64) * z.sum(-2) < 2**62).all():
+        raise ValueError("y, b, z: expected edges, and sums of memberships, must be finite numbers")
 
 
 def _reference_edges(y, b, z, law, generator):
     "Algorithm 1 for each graph of a batch; edges in order."
     batch = [x if y.dim() == 3 else x[None] for x in (_wide(y), _wide(b), _wide(z))]
     n, m = y.shape[-2], z.shape[-2]
-    found = [_reference(*graph, generator) for graph in zip(*batch, strict=True)]
+    with without_autocast(y):
+        found = [_reference(*graph, generator) for graph in zip(*batch, strict=True)]
     keys = torch.cat([(graph * n + i) * m + j for graph, (i, j) in enumerate(found)])
     return _as_edges(*_ordered(keys, m, unique=law != "counts"), n, y.dim() == 3)
 
@@ -303,8 +313,9 @@ def bernoulli(y: Float[Tensor, "*g n k"], b: Float[Tensor, "*g k k"], z: Float[T
     check_choice("impl", impl, _FORMS)
     check_generator(generator)
     if impl == "reference":
-        a, other = (x if y.dim() == 3 else x[None] for x in (_wide(y) @ _wide(b), _wide(z)))
-        edges = _as_edges(*_pairs(a, other, "bernoulli", generator), y.shape[-2], y.dim() == 3)
+        with without_autocast(y):
+            a, other = (x if y.dim() == 3 else x[None] for x in (_wide(y) @ _wide(b), _wide(z)))
+            edges = _as_edges(*_pairs(a, other, "bernoulli", generator), y.shape[-2], y.dim() == 3)
     else:
         edges = _draw(y, b, z, "bernoulli", generator, impl)
     return _finished(edges, y, z, self_loops, False, unique=False)
@@ -329,6 +340,7 @@ def _tables(kernels, weights, drawn, sums, tops):
 def _by_rows(kernels, a, z, law, generator):
     "Targets of all rows, with free space between them, where rows start, and how many each has."
     (graphs, n, k), m = a.shape, z.shape[1]
+    z = z.where(z >= torch.finfo(z.dtype).tiny, 0)    # the loop in C takes what is smaller for 0, sums must too
     factor, expected, bounds = _plan(a, z, law, _PER_ROW)
     weights, sums, tops = z.mT.contiguous(), z.sum(1).double(), z.amax(1).double()
     which, cells = _tables(kernels, weights, (factor[:, None] @ a)[:, 0] * sums, sums, tops)

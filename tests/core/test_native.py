@@ -394,3 +394,11 @@ def test_no_kernel_leaves_its_arrays(tmp_path):
 def test_importing_builds_nothing():
     code = "import sparseattn, sparseattn.core.native as n; assert not n._KNOWN"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_cache_without_a_home_is_no_failure(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "SPARSEATTN_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)    # as where the system knows no such user
+    with pytest.raises(OSError, match="home"):
+        native._cache()

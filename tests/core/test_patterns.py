@@ -229,3 +229,9 @@ def test_bad_input(call, error, message):
     with pytest.raises(error) as caught:
         call()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16])
+def test_labels_of_any_whole_dtype(dtype):
+    labels = torch.tensor([0, 1, 0])
+    assert torch.equal(block_pattern(labels.to(dtype)), block_pattern(labels))

@@ -326,3 +326,16 @@ def test_neighbours_compile_in_one_piece():
     for n in (20, 13, 31):
         cloud = draw(2, n, 3).round()
         assert compiled(cloud).equal(knn(cloud, 4))
+
+
+def test_interpolation_keeps_its_digits_under_autocast():
+    points, x = torch.rand(1, 50, 3), 100 * torch.rand(1, 50, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = interpolate(x, points, points)
+    torch.testing.assert_close(found, x)
+
+
+def test_farthest_points_under_vmap():
+    points = torch.rand(2, 10, 3)
+    found = torch.vmap(lambda cloud: farthest_point_sampling(cloud[None], 3)[0])(points)
+    assert torch.equal(found, farthest_point_sampling(points, 3))

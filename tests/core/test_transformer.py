@@ -316,3 +316,21 @@ def test_layers_run_without_memory(name):
         out = make_attention(name, 8, 2, **options)(x, torch.rand(1, 12, 3))
         out.sum().backward()
     assert x.grad.shape == out.shape == (1, 12, 8)
+
+
+def test_a_name_is_not_taken_twice():
+    from sparseattn.core import transformer
+
+    def another(module):
+        return type("Mine", (torch.nn.Module,), {"__module__": module, "__qualname__": "Mine"})
+
+    before = transformer._REGISTRY["window"]
+    for module in ("__main__", "somewhere"):
+        with pytest.raises(ValueError, match="already registered"):
+            transformer.register_attention("window")(another(module))
+    assert transformer._REGISTRY["window"] is before
+    try:
+        for module in ("__main__", "__main__", "mine"):
+            transformer.register_attention("mine")(another(module))
+    finally:
+        transformer._REGISTRY.pop("mine", None)

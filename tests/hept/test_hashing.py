@@ -181,3 +181,11 @@ def test_drawn_thirds():
 def test_refuses_a_total_below_one(total):
     with pytest.raises(ValueError, match="total must be a finite number >= 1"):
         draw_buckets(1, 1, total)
+
+
+def test_labels_out_of_range_are_refused():
+    base = torch.tensor([0.0, 1.0, 2.0]).view(1, 1, 1, 3)
+    assert sort_order(base, torch.tensor([2**31 - 2, 0, 1]).view(1, 1, 1, 3)).flatten().tolist() == [1, 2, 0]
+    for bad in (2**31 - 1, -1):
+        with pytest.raises(ValueError, match="label must lie in"):
+            sort_order(base, torch.tensor([bad, 0, 1]).view(1, 1, 1, 3))

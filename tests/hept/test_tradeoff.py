@@ -374,3 +374,15 @@ def test_parameters_must_be_positive(call):
 def test_examples_in_docstrings():
     result = doctest.testmod(T)
     assert result.attempted > 25 and result.failed == 0
+
+
+def test_keys_of_narrow_codes():
+    codes = np.random.default_rng(0).integers(-128, 128, (300, 3)).astype(np.int8)
+    codes[:50] = codes[50:100]
+    assert np.array_equal(T.bucket_keys(codes), T.bucket_keys(codes.astype(np.int64)))
+
+
+def test_many_functions_need_more_tables_than_floats_count():
+    system = T.ball_system(1000, 2)
+    found = T.cheapest(system, 0.1 * system.zero_error, functions=(20,), widths=np.array([0.01, 0.6]))
+    assert found.error <= 0.1 * system.zero_error

@@ -582,3 +582,20 @@ def test_an_unknown_commit_is_one_sentence(capsys):
     with pytest.raises(SystemExit):
         measure.main(["subset_cases", "--n", "3", "--against", "no-such-commit"])
     assert "--against: " in capsys.readouterr().err
+
+
+def test_imaginary_parts_count():
+    assert measure.relative_error(torch.tensor([1 + 2j]), torch.tensor([1 + 1j])) == pytest.approx(1 / 2**0.5)
+
+
+def test_a_form_in_place_spoils_no_other():
+    for dtype in (torch.float32, torch.float64):
+        forms = {"in place": lambda x: x.mul_(2), "right": lambda x: x * 2}
+        case = measure.Case("double", forms, (torch.ones(4, dtype=dtype),), exact=lambda x: x.mul_(2))
+        assert case.errors() == {"in place": 0.0, "right": 0.0}
+
+
+def test_inputs_are_those_given():
+    network = torch.nn.Sequential(torch.nn.ReLU(inplace=True))
+    (given,), = measure.layer_inputs(network, torch.nn.ReLU, torch.tensor([[-1.0, 1.0]]))
+    assert given.tolist() == [[-1.0, 1.0]]

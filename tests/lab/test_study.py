@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import importlib.util
+import itertools
 import json
 import os
 from pathlib import Path
@@ -295,3 +296,19 @@ def test_other_probes_void_the_record_of_their_row(tmp_path):
         if u.kind == "probe":
             S.write_record(u.record, S.read_record(u.record) | {"best score": float(u.rate != record["rate"])})
     assert S.current(made["linear-0"]) is None
+
+
+def test_small_outcomes_keep_their_digits():
+    for values in (np.full(50, 2.9e-8), np.linspace(1e-6, 2e-6, 50), np.array([0.0, 1e-9, 3.0])):
+        np.testing.assert_allclose(S.unpack(S.pack(values)), values, rtol=1e-6)
+
+
+def test_a_paused_training_does_not_go_on_with_other_data(tmp_path):
+    chosen, calls = ready(tmp_path), itertools.count()
+    with pytest.raises(Paused):
+        S.train(chosen, stop=lambda: next(calls) > 6)
+    other = dataclasses.replace(TOY, data=lambda setting: (found := toy.data(setting)) | {"y": 1 - found["y"]})
+    changed = dataclasses.replace(chosen, study=other)
+    with pytest.raises(ValueError, match="begun with other data|made with other data"):
+        S.train(changed)
+    assert S.train(chosen)["steps"] == 12

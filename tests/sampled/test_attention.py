@@ -383,3 +383,21 @@ def test_a_window_is_bounded_by_its_points():
     dense = window_attention(x, x, x, order, 11)
     assert torch.equal(window_attention(x, x, x, order, 10**9), dense)
     assert torch.allclose(dense, dense_attention(x, x, x), atol=1e-5)
+
+
+def test_one_graph_for_all_lengths_and_batches():
+    layer = SampledAttention(16, 4)
+    for sizes in ([(2, n) for n in range(20, 34)], [(b, 20) for b in range(2, 16)]):
+        torch.compiler.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for b, n in sizes:
+            assert compiled(torch.randn(b, n, 16), torch.rand(b, n, 3)).shape == (b, n, 16)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exports_with_a_length_that_varies(strict):
+    length = torch.export.Dim("n", min=2, max=1000)
+    given = torch.randn(2, 20, 16), torch.rand(2, 20, 3)
+    program = torch.export.export(SampledAttention(16, 4).eval(), given, strict=strict,
+                                  dynamic_shapes={"x": {1: length}, "coords": {1: length}})
+    assert program.module()(torch.randn(2, 31, 16), torch.rand(2, 31, 3)).shape == (2, 31, 16)

@@ -462,3 +462,12 @@ def test_estimates_of_dense_attention_have_second_derivatives():
             first = torch.autograd.grad(attend(*leaves).sin().sum(), leaves, create_graph=True)
             found.append([*first, *torch.autograd.grad(sum(part.sin().sum() for part in first), leaves)])
     torch.testing.assert_close(found[:2], found[2:], rtol=1e-10, atol=1e-11)
+
+
+def test_orders_that_change_before_the_backward_pass_are_noticed():
+    orders = torch.stack([torch.randperm(20) for _ in range(3)])
+    q = torch.randn(1, 2, 20, 4, requires_grad=True)
+    loss = dense_limit_attention(q, q, q, orders).square().sum()
+    orders.copy_(orders.flip(0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -350,3 +350,21 @@ def test_bernoulli_loops_and_errors():
         bernoulli(y, b, z, impl="slow")
     with pytest.raises(ValueError, match="need one list of points"):
         bernoulli(y, b, soft(6, 7, 2)[2], self_loops=True)
+
+
+@pytest.mark.parametrize("impl", ["fast", "composed", "reference"])
+def test_rates_keep_their_digits_under_autocast(impl):
+    "Alarm: 1e-6, five standard errors of a binomial number."
+    y, rate = torch.ones(1000, 1), torch.tensor([[0.002]])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = bernoulli(y, rate, y, impl=impl, generator=torch.Generator().manual_seed(0)).shape[1]
+    assert abs(found - 2000) < 5 * 2000**0.5
+
+
+def test_models_at_which_a_draw_would_not_end():
+    small = torch.full((50, 1), 1e-40)
+    assert fastrg(torch.ones(50, 1), torch.tensor([[1e38]]), small).shape == (2, 0)
+    for y, b, z in ((torch.ones(50, 1) * 1e30, torch.tensor([[1e30]]), torch.eye(50)[:, :1]),
+                    (torch.ones(5, 1) * 1e-38, torch.tensor([[1e-3]]), torch.ones(50, 1) * 1e38)):
+        with pytest.raises(ValueError, match="must be finite numbers"):
+            fastrg(y, b, z, duplicates=True)
