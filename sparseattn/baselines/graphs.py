@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (check_choice, check_count, check_dtype, check_form, check_mask, check_number,
-                                       check_points, hide_masked, uncompiled, without_autocast)
+                                       check_points, hide_masked, masked_mean, uncompiled, without_autocast)
 from ..core.points import check_index, farthest_point_sampling, interpolate, knn, squared_distance, take_rows
 
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
@@ -73,14 +73,7 @@ def _largest(x, mask):
     return x.amax(1) if mask is None else x.masked_fill(~mask[..., None], -torch.inf).amax(1)
 
 
-def _mean(x, mask):
-    if mask is None:
-        return x.mean(1)
-    wide = torch.promote_types(x.dtype, torch.float32)    # half precision ends at 65,504
-    return (hide_masked(x, mask).sum(1, dtype=wide) / mask.sum(1, keepdim=True)).to(x.dtype)
-
-
-_POOLS = {"max": _largest, "mean": _mean}
+_POOLS = {"max": _largest, "mean": masked_mean}
 
 
 class _Head(nn.Module):

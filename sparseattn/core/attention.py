@@ -6,9 +6,10 @@
 __all__ = ['PRESENCE_RULES', 'check_values', 'has_values', 'without_autocast', 'transformed', 'sees_values', 'check_points',
            'check_form', 'check_finite', 'check_mask', 'check_boolean', 'check_int64', 'check_count', 'check_number',
            'check_generator', 'check_choice', 'check_qkv', 'check_qkv_form', 'check_device', 'hide_masked',
-           'check_dtype', 'checked_cloud', 'checked_coords', 'attention_logits', 'dense_attention', 'check_scale',
-           'masked_softmax', 'composed_gradients', 'fused_attention', 'edge_attention', 'pattern_attention',
-           'uncompiled', 'edge_products', 'straight_through_presence', 'merge_attention', 'AttentionInfo']
+           'check_dtype', 'masked_mean', 'checked_cloud', 'checked_coords', 'attention_logits', 'dense_attention',
+           'check_scale', 'masked_softmax', 'composed_gradients', 'fused_attention', 'edge_attention',
+           'pattern_attention', 'uncompiled', 'edge_products', 'straight_through_presence', 'merge_attention',
+           'AttentionInfo']
 
 # %% ../../nbs/core/00_attention.ipynb #667045bb
 import functools
@@ -47,7 +48,7 @@ class check_values:
     on: bool | None = None
 
     def __init__(self, on: bool | None):
-        if on not in (True, False, None) or isinstance(on, (int, float)) and not isinstance(on, bool):
+        if on is not None and not isinstance(on, bool):
             raise ValueError(f"on must be True, False or None, got {on!r}")
         self.wanted, self.before, check_values.on = on, check_values.on, on
 
@@ -341,6 +342,22 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     cast = not x.is_meta and torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, getattr(weight, "dtype", None))
     if isinstance(weight, Tensor) and x.dtype != weight.dtype and not cast:
         raise TypeError(f"x must have the dtype of weight, {weight.dtype}, got {x.dtype}")
+
+
+def masked_mean(x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b c"]:
+    """Mean over real points, summed in float32 at least (half precision ends at 65,504); 0 where there are none.
+
+    Args:
+        x: features. mask: True = a real point; None for all.
+
+    Example:
+        >>> masked_mean(torch.tensor([[[1.0], [5.0]]]), torch.tensor([[True, False]]))
+        tensor([[1.]])
+    """
+    if mask is None:
+        return x.mean(1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (hide_masked(x, mask).sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 # %% ../../nbs/core/00_attention.ipynb #spl00003
 def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None, mask: Bool[Tensor, "b n"] | None,

@@ -217,6 +217,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, dim: int, hidden: tuple[int, int, int] = (128, 256, 512), unit: float = 0.2):
         super().__init__()
         first, second, third = hidden
+        check_number("unit", unit, 1e-30)
         self.unit = unit
         self.point = nn.Sequential(nn.Linear(3, first), nn.ReLU(), nn.Linear(first, second))
         self.group = nn.Linear(2 * second, third)

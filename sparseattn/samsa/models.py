@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (check_choice, check_count, check_dtype, check_finite, check_form, check_generator,
-                                       check_int64, check_mask, check_points, checked_cloud, hide_masked, sees_values)
+                                       check_int64, check_mask, check_points, checked_cloud, hide_masked, masked_mean,
+                                       sees_values)
 from ..core.points import gather_points
 from ..core.transformer import draws_of, head_channels, make_attention
 from .attention import SAMSAAttention, samsa_flops
@@ -145,11 +146,10 @@ SIZES = ("depth", "dim", "hidden", "heads", "dropout", "drop_path")  # of an enc
 # %% ../../nbs/samsa/72_models.ipynb #111bf61c
 def _pooled(x, mask, pool):
     "Mean or maximum over the real tokens (x is 0 at the others); 0 where there are none."
-    if mask is None:
-        return x.mean(1) if pool == "mean" else x.amax(1)
     if pool == "mean":
-        wide = torch.promote_types(x.dtype, torch.float32)    # half precision ends at 65,504
-        return (x.sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+        return masked_mean(x, mask)
+    if mask is None:
+        return x.amax(1)
     return x.masked_fill(~mask[..., None], -torch.inf).amax(1).masked_fill(~mask.any(1, keepdim=True), 0)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (AttentionInfo, check_choice, check_count, check_int64, check_mask, hide_masked,
-                                       sees_values)
+                                       masked_mean, sees_values)
 from ..core.transformer import attention_flops as flops_of_others
 from ..core.transformer import Encoder, Layer, make_attention
 
@@ -126,7 +126,7 @@ class SequenceClassifier(nn.Module):
             tokens, mask = tokens.flatten(0, 1), mask if mask is None else mask.flatten(0, 1)
         found = self.body(tokens, mask, return_info, **draw)
         x, infos = found if return_info else (found, None)
-        x = _first(x, mask) if self.pool == "first" else _mean(x, mask)
+        x = _first(x, mask) if self.pool == "first" else masked_mean(x, mask)
         if self.pairs:
             u, v = x.unflatten(0, (-1, 2)).unbind(1)
             x = torch.cat([u, v, u * v, u - v], 1)
@@ -134,14 +134,6 @@ class SequenceClassifier(nn.Module):
         return (logits, infos) if return_info else logits
 
 # %% ../../nbs/sbm/42_models.ipynb #c2500f35
-def _mean(x, mask):
-    "Mean over real tokens; x is 0 at the others."
-    if mask is None:
-        return x.mean(1)
-    wide = torch.promote_types(x.dtype, torch.float32)    # half precision ends at 65,504
-    return (x.sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
-
-
 def _first(x, mask):
     "The first real token, wherever the padding stands; 0 where there is none."
     return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.int().argmax(1)]

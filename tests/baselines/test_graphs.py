@@ -16,7 +16,6 @@ from sparseattn.baselines.graphs import (
     PointNet,
     PointNet2,
     SetAbstraction,
-    _mean,
     ball_query,
     edge_features,
     neighbours,
@@ -603,7 +602,3 @@ def test_clouds_of_padding_alone_are_named():
         SetAbstraction(0, (8,), centres=4, radius=0.5, neighbours=3)(points, torch.zeros(2, 10, 0), mask)
     with pytest.raises(ValueError, match="mask must have a real point in every cloud"):
         FeaturePropagation(4, (8,))(torch.randn(2, 10, 4), points, torch.rand(2, 40, 3), mask=mask)
-
-
-def test_masked_means_do_not_overflow():
-    assert _mean(torch.full((1, 4096, 1), 20.0).half(), torch.ones(1, 4096, dtype=torch.bool)).item() == 20

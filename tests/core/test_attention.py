@@ -21,6 +21,7 @@ from sparseattn.core.attention import (
     edge_attention,
     edge_products,
     fused_attention,
+    masked_mean,
     masked_softmax,
     merge_attention,
     straight_through_presence,
@@ -459,3 +460,11 @@ def test_merging_leaves_out_what_an_empty_part_returns():
     outputs, weights = torch.ones(2, 5, 3), torch.zeros(2, 5)
     outputs[0, 2], weights[0, 2] = torch.nan, -torch.inf
     assert torch.equal(merge_attention(outputs, weights), torch.ones(5, 3))
+
+
+def test_means_over_real_points():
+    x, mask = draw(2, 5, 3), torch.tensor([[True, False, True, True, False], [False] * 5])
+    expected = torch.stack([x[0, [0, 2, 3]].mean(0), torch.zeros(3, dtype=x.dtype)])
+    torch.testing.assert_close(masked_mean(x.masked_fill(~mask[..., None], torch.nan), mask), expected)
+    assert torch.equal(masked_mean(x, None), x.mean(1))
+    assert masked_mean(torch.full((1, 4096, 1), 20.0).half(), torch.ones(1, 4096, dtype=torch.bool)).item() == 20
