@@ -208,7 +208,7 @@ PASSES = {"cross_attention", "pattern_attention", "channel_shuffle", "gather_poi
 MOVES = {"channel_shuffle x", "gather_points x", "straight_through hard", "bucket_labels buckets", "focal_loss labels",
          "average_precision scores", "average_precision labels"}
 SCORES_OUT = {"retrieval_precision", "average_precision", "segmentation_scores"}    # float64 from anything
-INSIDE = {"heads": "groups", "index": "edges", "regions": "label"}         # what an argument is called further in
+INSIDE = {"heads": "groups", "index": "edges"}                           # what an argument is called further in
 
 
 def name_of(function):

@@ -339,7 +339,8 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     Example:
         >>> check_dtype(torch.zeros(2), torch.zeros(2, 2))
     """
-    cast = not x.is_meta and torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, getattr(weight, "dtype", None))
+    cast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    cast = cast and torch.float64 not in (x.dtype, getattr(weight, "dtype", None))
     if isinstance(weight, Tensor) and x.dtype != weight.dtype and not cast:
         raise TypeError(f"x must have the dtype of weight, {weight.dtype}, got {x.dtype}")
 

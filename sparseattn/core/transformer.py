@@ -47,7 +47,7 @@ def register_attention(name: str) -> Callable:
         return cls
     return register
 
-
+# %% ../../nbs/core/05_transformer.ipynb #05regi02
 def attention_names() -> list[str]:
     """Names registered so far; `sparseattn.attentions()` imports every mechanism first.
 
@@ -76,7 +76,7 @@ def _known(name):
         raise ValueError(f"attention is {name!r}; it must be one of {', '.join(attention_names())}")
     return _REGISTRY[name]
 
-
+# %% ../../nbs/core/05_transformer.ipynb #05regi03
 def takes_option(name: str, option: str) -> bool:
     """Whether the attention of a name is made with an option of this name.
 
@@ -97,19 +97,19 @@ def draws_of(attention: nn.Module, generator: torch.Generator | None) -> dict:
         >>> draws_of(make_attention("dense", 16, 4), torch.Generator())
         {}
     """
-    takes = generator is not None and "generator" in inspect.signature(_unwrapped(attention).forward).parameters
-    return {"generator": generator} if takes else {}
+    return {"generator": generator} if generator is not None and _draws(attention) else {}
 
 
-_WRAPPED = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")    # compiled, DDP, checkpoint, FSDP
+_HELD = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")    # compiled, DDP, checkpoint, FSDP
 
 
-def _unwrapped(attention):
-    "The module that torch's wrappers hold."
-    for name in _WRAPPED:
-        if isinstance(inner := getattr(attention, name, None), nn.Module):
-            return _unwrapped(inner)
-    return attention
+def _draws(attention):
+    "Whether a module, or what a wrapper holds that hands every keyword on, takes a generator."
+    parameters = inspect.signature(attention.forward).parameters
+    held = next((part for name in _HELD if isinstance(part := getattr(attention, name, None), nn.Module)), None)
+    if "generator" in parameters or held is None:
+        return "generator" in parameters
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and _draws(held)
 
 # %% ../../nbs/core/05_transformer.ipynb #9f7f8dab
 def head_channels(dim: int, heads: int, head_dim: int | None = None) -> int:

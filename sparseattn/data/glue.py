@@ -552,7 +552,7 @@ def mask_words(batch: dict[str, Tensor], size: int, *, generator: torch.Generato
         share: probability of each word to be chosen; special tokens and filling never are.
 
     Returns:
-        The batch with other tokens, and labels (b, n): the original word where it is asked for, else `IGNORED`. If
+        The batch with other tokens, and labels (b, n): the original word where it is predicted, else `IGNORED`. If
         chance chose none, one word of the batch is chosen, so that a mean over them exists.
 
     Raises:

@@ -28,7 +28,7 @@ class _Draws(nn.Module):
         check_count("tables", tables)
         check_count("coord_dims", coord_dims)
         check_generator(generator)
-        check_number("regions", 1 if regions is None else regions, 1)
+        check_number("regions", 1 if regions is None else regions, 1, 2**20)
         check_choice("codes", codes, ("coordinates", "features", "none"))
         self.block_size, self.regions, self.codes, self.as_released = block_size, regions, codes, as_released
         functions = 2 if codes == "features" else min(coord_dims, 2)
@@ -56,7 +56,7 @@ class PointHash(_Draws):
         coord_dims: number of coordinates; the first two give aux codes.
         tables: number of hash tables m1.
         block_size: points in a block.
-        regions: number of aux codes G, at least 1; None takes n / (4 block_size).
+        regions: number of aux codes G, from 1 to 2^20; None takes n / (4 block_size).
         codes: where aux codes come from: "coordinates", "features" or "none".
         as_released: region sizes and sort code rounded in float32, as in the released code.
         generator: source of the draws, which are buffers: saved, moved and never trained.
@@ -228,7 +228,7 @@ class HEPTAttention(_Parts):
         coord_dims: number of coordinates.
         tables: number of hash tables m1.
         block_size: points in a block.
-        regions: number of aux codes G, at least 1; None takes n / (4 block_size).
+        regions: number of aux codes G, from 1 to 2^20; None takes n / (4 block_size).
         head_dim: channels of a head; None takes `dim // heads`.
         combine: "sum" (the paper) or "union", see `hept_attention`.
         codes: where aux codes come from: "coordinates" (the paper's choice), "features" (q and k), or "none" (OR only).

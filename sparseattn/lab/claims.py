@@ -270,7 +270,7 @@ def decide(id: str, *, notebook: str, scale: str, where: str, statement: str, pa
         experiment: a `lab.decide.Experiment`; its `decided_by` goes into the row.
         sign: the direction, 1 or -1, where `paper` is None.
         printed: does the paper print that value? None: it does, unless the claim is ours.
-        needs: smallest scale with the paper's own data and recipe, where its value itself is asked for; below it as in `claim`.
+        needs: smallest scale with the paper's own data and recipe, where its value itself is tested; below it as in `claim`.
         marks: origin, phrase, uses of the row.
 
     Returns:

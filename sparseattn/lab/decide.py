@@ -465,7 +465,7 @@ class Experiment:
     """Rows and their floors.
 
     Args:
-        rows: {name: outcomes} of one row, or of two whose difference is asked for, first minus second.
+        rows: {name: outcomes} of one row, or of two whose difference is tested, first minus second.
         floors: {name: outcomes}; what needs no attention. Required where a training decides; a row of them is a floor
             itself.
         statistic, clusters, level: as of `paired`.

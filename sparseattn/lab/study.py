@@ -423,7 +423,7 @@ def _fit(unit: Unit, data, device, stop):
         return progress.more
 
     optimiser = Optimiser(setting["optimiser"], _rate(unit), setting["weight decay"], clip=setting["clip"])
-    schedule = Schedule(setting["schedule"], warmup=min(setting["warm-up"], setting["steps"] // 2))
+    schedule = Schedule(setting["schedule"], warmup=min(setting["warm-up"], setting["steps"] - 1))
     return fit(network, batches, study.loss, steps=setting["steps"], optimiser=optimiser, validate=validate, schedule=schedule,
                precision=setting["precision"], checkpoint_dir=unit.folder, save_every_seconds=60, seed=unit.seed,
                device=device, progress=False, stop=stop)
@@ -497,7 +497,7 @@ def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, r
     Args:
         unit: what to train. Probes it needs must have their records.
         device: where. On a CPU set one thread before, for a result that does not depend on the cores.
-        stop: asked after every step; where it says yes the training is saved and `lab.train.Paused` raised.
+        stop: called after every step; where it says yes the training is saved and `lab.train.Paused` raised.
         retrain: forget record and checkpoint, and start anew.
 
     Raises:

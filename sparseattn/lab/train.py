@@ -616,7 +616,7 @@ def fit(model: nn.Module, batches: Callable[[int], Iterable], loss: Callable, *,
         look_every: steps between two looks at loss and gradient norm (default: 1 on a CPU, 50 elsewhere).
         progress: True, False, or None = only on a terminal.
         max_seconds: stop at the end of the epoch in which this much wall-clock time has been spent, over all sessions.
-        stop: asked after each step; True saves the run and raises :class:`Paused`.
+        stop: called after each step; True saves the run and raises :class:`Paused`.
 
     Returns:
         A :class:`Fitted`.

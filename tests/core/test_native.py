@@ -402,3 +402,7 @@ def test_a_cache_without_a_home_is_no_failure(monkeypatch):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)    # as where the system knows no such user
     with pytest.raises(OSError, match="home"):
         native._cache()
+    x = torch.zeros(1)
+    kernels = c_kernels("int homeless(REAL *x) { *x = 3; return 0; }", x)    # built here, for no other test has it
+    assert kernels("homeless", x) == 0 and x.item() == 3
+    assert native.native_info()["folder"].startswith("a temporary one")

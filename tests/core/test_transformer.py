@@ -317,6 +317,31 @@ def test_layers_run_without_memory(name):
     assert x.grad.shape == out.shape == (1, 12, 8)
 
 
+class Holds(torch.nn.Module):
+    def __init__(self, name, inner):
+        super().__init__()
+        self.held = name
+        self.add_module(name, inner)
+
+    def forward(self, *args, **kwargs):
+        return getattr(self, self.held)(*args, **kwargs)
+
+
+class TakesNone(Holds):
+    def forward(self, x, coords=None, mask=None, return_info=False):
+        return getattr(self, self.held)(x, coords, mask, return_info)
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"])
+def test_a_generator_goes_through_what_hands_it_on_and_to_nothing_else(name):
+    draws, plain, source = make_attention("sbm", 16, 4), make_attention("dense", 16, 4), torch.Generator()
+    for held in (Holds(name, draws), Holds("module", Holds(name, draws))):
+        assert draws_of(held, source) == {"generator": source}
+    assert draws_of(Holds(name, plain), source) == draws_of(TakesNone(name, draws), source) == {}
+    assert draws_of(Holds("other", draws), source) == {}
+    assert draws_of(torch.nn.DataParallel(draws), source) == draws_of(torch.compile(draws), source) == {"generator": source}
+
+
 def test_a_name_is_not_taken_twice():
     from sparseattn.core import transformer
 
