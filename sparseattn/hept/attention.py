@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.attention import (AttentionInfo, attention_logits, check_choice, check_count, check_device,
                                        check_finite, check_int64, check_number, check_qkv_form, composed_gradients,
-                                       masked_softmax, sees_values, transformed)
+                                       has_values, masked_softmax, sees_values, transformed, without_autocast)
 from ..core.points import has_triton, invert, peers_on_gpu
 from .hashing import bucket_labels, combine_labels, raw_codes, sort_order
 from .loop import attend_in_loop, differentiate_in_loop, permutes
@@ -374,12 +374,12 @@ def _form(q):
 # %% ../../nbs/hept/32_attention.ipynb #32oper07
 def _forward(form, check, options, *inputs):
     diagnose = partial(_check_entries, *inputs[:5]) if check else None
-    with torch.autocast(inputs[0].device.type, enabled=False):
+    with without_autocast(inputs[0]):
         return form[0](*inputs, diagnose, options)
 
 
 def _backward(form, options, grad, *saved):
-    with torch.autocast(grad.device.type, enabled=False):
+    with without_autocast(grad):
         return form[1](grad.contiguous(), *saved, options)
 
 # %% ../../nbs/hept/32_attention.ipynb #32oper02
@@ -491,14 +491,14 @@ def _attend(q, k, v, order_q, order_k, block_size, combine, mask, floor, check=F
         real = mask.repeat_interleave(heads, 0)
     orders = [order.flatten(1, 2) for order in (order_q, order_k)]
     union = combine == "union" and len(order_q) > 1
-    options = {"floor": len(order_q) * floor, "union": union, "block_size": min(block_size, n)}
+    options = {"floor": len(order_q) * floor, "union": union, "block_size": min(int(block_size), n)}
     rows = [x.flatten(0, 1).contiguous() for x in (q, k, v)]
     if form == "composed" or transformed(*rows, *orders):
         if check and not transformed(*rows, *orders):
             _check_entries(q, k, v, order_q, order_k)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             out = _composed_of(*orders, real, options)(*rows)
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling() or not has_values(q):
         out = _operator(*rows, *orders, real, check=check, **options)[0]
     else:
         out = _BlockAttention.apply(form or _form(q), check, options, *rows, *orders, real)

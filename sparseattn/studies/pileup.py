@@ -180,7 +180,7 @@ SETTINGS = {
 # %% ../../nbs/hept/35_pileup.ipynb #35pu0025
 def network(row, setting, data):
     """The network with the attention of a row."""
-    options = of_network({name: value for name, value in ROWS[row].items() if name != "longer"})
+    options = of_network(ROWS[row])
     hashed = {} if {"attention", "layer"} & set(options) else dict(decay="summed", regions=setting["regions"])
     return PileupNetwork(data["_inputs"], **hashed, **options)
 
