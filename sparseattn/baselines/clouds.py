@@ -92,7 +92,7 @@ def _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale):
         there = (there | ~there.any(-1, keepdim=True)).flatten(0, 3)[:, None]
         out = fused_attention(*(x.flatten(0, 3)[:, None] for x in (q, k, v)), there, scale=scale)
         return _over_tables(out.view(*slot_q.shape, -1), place)[:, :, 0]
-    scores = (q * scale @ k.mT).masked_fill_(~there, -math.inf)
+    scores = (q * scale @ k.mT).masked_fill(~there, -math.inf)
     top = scores.detach().amax(-1, keepdim=True).nan_to_num(neginf=0)
     out = _exp(scores.sub_(top)) @ _with_ones(v)
     out, top = _over_tables(out, place), _over_tables(top, place)

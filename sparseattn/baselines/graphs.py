@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core.attention import (check_choice, check_count, check_dtype, check_form, check_mask, check_number,
-                                       check_points, hide_masked, masked_mean, uncompiled, without_autocast)
+                                       check_points, hide_masked, masked_mean, sees_values, uncompiled, without_autocast)
 from ..core.points import check_index, farthest_point_sampling, interpolate, knn, squared_distance, take_rows
 
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
@@ -33,6 +33,8 @@ def _normalised(norm, x, mask=None):
 @torch.no_grad()
 def _track(norm, mean, var, count):
     "Move the running statistics towards those of a batch of `count` rows."
+    if norm.running_mean is None:
+        return
     norm.num_batches_tracked.add_(1)
     rate = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
     norm.running_mean.lerp_(mean.to(norm.running_mean), rate)
@@ -53,7 +55,7 @@ class _Layer(nn.Module):
         return self.finish(F.linear(x, own) + F.linear(shared, common)[:, None], mask)
 
     def finish(self, x, mask=None):
-        return F.leaky_relu_(_normalised(self.norm, x, mask), self.slope)
+        return F.leaky_relu(_normalised(self.norm, x, mask), self.slope)
 
 # %% ../../nbs/baselines/28_graphs.ipynb #6461fec1
 class _Stack(nn.ModuleList):
@@ -171,7 +173,7 @@ class _Network(nn.Module):
         """
         points = _checked("points", points, mask, 3)
         check_dtype(points, self.head.out.weight)
-        if mask is not None and not mask.any(1).all():
+        if mask is not None and sees_values(mask) and not mask.any(1).all():
             raise ValueError("mask must have a real point in every cloud")
         x = _features(points, features, mask, self.features)
         logits, info = self.network(points, x, mask, _one_hot(points, category, self.categories))
@@ -624,12 +626,13 @@ def _edges_pulled(layer, centre, other, index, mask):
     centre, other, weight, bias = (x.to(torch.promote_types(x.dtype, torch.float32))
                                    for x in (centre, other, norm.weight, norm.bias))
     sign = torch.where(weight < 0, -1.0, 1.0).to(weight.dtype)
-    if norm.training:
+    own = norm.training or norm.running_mean is None        # statistics of the batch
+    if own:
         start, end = _shares(index, mask, other.dtype)
         shift = end @ other.detach().flatten(0, 1)
         centre, other = centre + shift, other - shift
-    best, near = _nearby(other * sign, index, norm.training)
-    if norm.training:
+    best, near = _nearby(other * sign, index, own)
+    if own:
         mean, var = _edge_moments(centre, other, near * sign, start, end)
         _track(norm, mean, var, _edge_count(index, mask))
     else:

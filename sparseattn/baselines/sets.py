@@ -114,8 +114,8 @@ def _check_widths(dim, query_dim, inner, hidden, as_released):
 def _two_sets(x, y, mask, query_mask, query, key):
     x, y = (checked_cloud(part, None, real, layer.in_features, weight=layer.weight)[0]
             for part, real, layer in ((x, query_mask, query), (y, mask, key)))
-    if len(x) != len(y):
-        raise ValueError(f"x and y must hold as many sets, got {len(x)} and {len(y)}")
+    if x.shape[0] != y.shape[0]:
+        raise ValueError(f"x and y must hold as many sets, got {x.shape[0]} and {y.shape[0]}")
     return x, y
 
 # %% ../../nbs/baselines/27_sets.ipynb #d85d8bf3
@@ -174,7 +174,7 @@ class ISAB(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n d"]:
         """The set after reading from the learned points, which have read from it; masked points return 0."""
-        return self.read(x, self.write(self.points.expand(len(x), -1, -1), x, mask), query_mask=mask)
+        return self.read(x, self.write(self.points.expand(x.shape[0], -1, -1), x, mask), query_mask=mask)
 
 # %% ../../nbs/baselines/27_sets.ipynb #d61ce4f5
 class PMA(nn.Module):
@@ -203,7 +203,7 @@ class PMA(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b s c"]:
         """One vector for each seed; masked points change nothing."""
         x, _ = checked_cloud(x, None, mask, self.seeds.shape[2], weight=self.seeds)
-        return self.block(self.seeds.expand(len(x), -1, -1), x if self.feed is None else self.feed(x), mask)
+        return self.block(self.seeds.expand(x.shape[0], -1, -1), x if self.feed is None else self.feed(x), mask)
 
 # %% ../../nbs/baselines/27_sets.ipynb #4ae61383
 class SetTransformer(nn.Module):
@@ -297,7 +297,7 @@ class InducingAttention(nn.Module):
             TypeError, ValueError: input that does not fit, see `checked_cloud`; another dtype than the weights.
         """
         x, _ = checked_cloud(x, coords, mask, self.query.in_features, weight=self.query.weight)
-        held = self.write(self.points.expand(len(x), -1, -1), x, mask)
+        held = self.write(self.points.expand(x.shape[0], -1, -1), x, mask)
         q, k, v = (_split(f(s), self.heads) for f, s in ((self.query, x), (self.key, held), (self.value, held)))
         read = cross_attention(q * self.heads**-0.5, k, v).transpose(1, 2).flatten(2)
         out = hide_masked(self.out(read), mask)

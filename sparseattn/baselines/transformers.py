@@ -106,11 +106,11 @@ def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: boo
         check_count(name, value)
     check_generator(generator)
     if not orthogonal:
-        return torch.randn(heads, count, dim, generator=generator)
+        return torch.randn(heads, count, dim, generator=generator, dtype=torch.float32)
     groups = -(-count // dim)
-    basis, corner = torch.linalg.qr(torch.randn(heads, groups, dim, dim, generator=generator))
+    basis, corner = torch.linalg.qr(torch.randn(heads, groups, dim, dim, generator=generator, dtype=torch.float32))
     basis = basis * corner.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # without the signs it is not uniform
-    length = torch.randn(heads, groups, dim, dim, generator=generator).norm(dim=-1, keepdim=True)
+    length = torch.randn(heads, groups, dim, dim, generator=generator, dtype=torch.float32).norm(dim=-1, keepdim=True)
     return (basis.transpose(-1, -2) * length).flatten(1, 2)[:, :count]
 
 
@@ -157,8 +157,8 @@ def _checked_features(features, q):
 
 
 def _exponents(x, features):
-    "w.x - |x|^2 / 2 of every point and feature w; nothing else as large is made."
-    return (x @ features.mT).add_(x.square().sum(-1, keepdim=True) / -2)
+    "w.x - |x|^2 / 2 of every point and feature w."
+    return x @ features.mT + x.square().sum(-1, keepdim=True) / -2
 
 
 def _by_features(to_q, to_k, v, mask, exp=Tensor.exp_):
@@ -166,7 +166,7 @@ def _by_features(to_q, to_k, v, mask, exp=Tensor.exp_):
     to_k = to_k if mask is None else to_k.masked_fill_(~mask[:, None, :, None], -math.inf)
     largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
     sums = exp(to_k.sub_(largest)).transpose(-1, -2) @ _with_ones(v)
-    to_q = to_q.add_(largest)
+    to_q = to_q + largest
     return _over_total(exp(to_q.sub_(to_q.detach().amax(-1, keepdim=True))) @ sums)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #90d65609
@@ -333,7 +333,7 @@ def lsh_buckets(x: Float[Tensor, "b h n d"], rotations: Float[Tensor, "#h r d w"
         raise ValueError(f"rotations must have shape ({x.shape[1]} or 1 heads, rounds, {x.shape[3]} channels, any), "
                          f"got {tuple(rotations.shape)}")
     width = rotations.shape[3]
-    buckets = torch.as_tensor(buckets, device=x.device).expand(len(x)).view(-1, 1, 1, 1)
+    buckets = torch.as_tensor(buckets, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
     if has_values(buckets) and ((buckets < 1) | (buckets % 2 == 1) & (buckets > 1) | (buckets > 2 * width)).any():
         raise ValueError(f"buckets must be 1 or even and at most {2 * width}, got {buckets.flatten().tolist()}")
     along = x[:, :, None] @ rotations.to(x)
@@ -443,7 +443,7 @@ def _rounds(q, k, v, code, place, order, chunk):
     bias, seen = _bias(code, slot, q.dtype)
     place_in = torch.arange(2 * chunk, device=q.device)
     scores = q * q.shape[-1] ** -0.5 @ _with_previous(k).transpose(-1, -2)
-    scores = scores.masked_fill_(place_in[:chunk, None] + chunk == place_in, -1e5).add_(bias)  # a slot's own score
+    scores = scores.masked_fill(place_in[:chunk, None] + chunk == place_in, -1e5).add_(bias)  # a slot's own score
     out, log_weight = _softmax_means(scores, _with_previous(v))
     back = place + torch.arange(rounds, device=q.device)[:, None] * slot[0, 0, 0].numel()
     out, log_weight = (take_rows(x.flatten(2, 4), back) for x in (out, log_weight))

@@ -90,7 +90,9 @@ def transformed(*inputs) -> bool:
     """
     if torch.compiler.is_compiling():
         return _within_transform()
-    return any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in inputs)
+    batched = torch._C._functorch.is_legacy_batchedtensor       # of gradients by `is_grads_batched`
+    forward = torch.autograd.forward_ad._current_level >= 0
+    return forward or _within_transform() or any(isinstance(x, Tensor) and batched(x) for x in inputs)
 
 
 def _within_transform():
@@ -560,9 +562,11 @@ def composed_gradients(composed: Callable, inputs: Sequence[Tensor | None], grad
         >>> torch.autograd.grad(first, x)
         (tensor([12.]),)
     """
-    own = [x.view_as(x) if x is not None and x.requires_grad else x for x in inputs]     # one tensor may come twice
-    wanted = [x for x in own if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(composed(*own), wanted, grad, create_graph=True, allow_unused=True))
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        own = [x.view_as(x) if x is not None and x.requires_grad else x for x in inputs]     # one tensor may come twice
+        wanted = [x for x in own if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(composed(*own), wanted, grad, create_graph=again, allow_unused=True))
     return [next(found) if x is not None and x.requires_grad else None for x in own]
 
 # %% ../../nbs/core/00_attention.ipynb #64ca0607
@@ -622,7 +626,7 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, allowed, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             return *composed_gradients(lambda *x: _composed_attention(*x, allowed, ctx.scale), (q, k, v), grad), None, None
         begin = [edge for edge in ctx.begin if edge is not None]
         ctx.found[:] = kept
@@ -884,7 +888,7 @@ class _PatternAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, presence, absence, w, pattern, candidates = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             rest = dict(pattern=pattern, candidates=candidates, scale=ctx.scale, rule=ctx.rule)
             again = functools.partial(_composed_pattern, **rest)
             return *composed_gradients(again, (q, k, v, presence, absence), grad), None, None, None, None
@@ -1053,7 +1057,7 @@ class _EdgeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *inputs, row, column, absent_row, absent_column, out, log_total, starts, w, total, scores = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             lists = dict(row=row, column=column, absent_row=absent_row, absent_column=absent_column)
             again = functools.partial(_composed_on_list, **lists, scale=ctx.scale, rule=ctx.rule)
             return *composed_gradients(again, inputs, grad), *[None] * 6
@@ -1076,8 +1080,8 @@ def _attend_on_list(q, k, v, presence, absence, listed, absent, scale, rule):
     presence = presence if presence is None or order is None else presence[order]
     absence = absence if absence is None or absent_order is None else absence[absent_order]
     collected = q, k, v, presence, absence
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in collected):
-        inputs = *collected, row, column, absent_row, absent_column, scale, rule
+    inputs = *collected, row, column, absent_row, absent_column, scale, rule
+    if transformed(*inputs) or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in collected):
         return _by_form(_EdgeAttention.apply, _composed_on_list, *inputs)
     return _softmax_on_list(q, k, v, row, column, scale)[0]
 
@@ -1195,7 +1199,7 @@ class _EdgeProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         a, b, row, column = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             return *composed_gradients(lambda a, b: (a[row] * b[column]).sum(1), (a, b), grad), None, None, None
         to_a = _sums(_starts(row, len(a)), column, grad.contiguous(), b)
         back_starts, back_column, order = _transposed(row, column, len(b))
@@ -1222,8 +1226,10 @@ def merge_attention(outputs: Float[Tensor, "p ... n e"],
     """
     if outputs.shape[:-1] != log_weights.shape:
         raise ValueError(f"log_weights must have shape {tuple(outputs.shape[:-1])}, got {tuple(log_weights.shape)}")
-    weights = masked_softmax(log_weights.movedim(0, -1), log_weights.movedim(0, -1) > -math.inf).movedim(-1, 0)
-    return (weights[..., None] * outputs.masked_fill((log_weights == -math.inf)[..., None], 0)).sum(0)
+    there = log_weights > -math.inf
+    log_weights = log_weights.masked_fill(~there.any(0), 0)     # a softmax of -inf alone has NaN for a gradient
+    weights = masked_softmax(log_weights.movedim(0, -1), there.movedim(0, -1)).movedim(-1, 0)
+    return (weights[..., None] * outputs.masked_fill(~there[..., None], 0)).sum(0)
 
 # %% ../../nbs/core/00_attention.ipynb #c938fe5b
 @dataclass

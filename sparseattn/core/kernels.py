@@ -38,7 +38,7 @@ def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c
         torch.Size([1, 2, 5, 5])
     """
     check_form("x", x)
-    if x.dim() != 4 or coords.shape[:2] != (len(x), x.shape[2]) or omega.shape != (x.shape[1], coords.shape[-1]):
+    if x.dim() != 4 or coords.shape[:2] != (x.shape[0], x.shape[2]) or omega.shape != (x.shape[1], coords.shape[-1]):
         raise ValueError(f"x (b, h, n, d), coords (b, n, c) and omega (h, c) must fit, "
                          f"got {tuple(x.shape)}, {tuple(coords.shape)}, {tuple(omega.shape)}")
     if sees_values(omega) and (omega < 0).any():
@@ -50,6 +50,13 @@ def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c
 def _summed(w):
     "Weights (h, d, ..., k) to positive numbers (h, ...), the released form."
     return w.sum(1).clamp(max=50).exp().sum(-1)
+
+
+class _Weight(nn.Linear):
+    "A linear map of which the matrix is read: by a call, so that hooks and parametrisations of it are heard."
+
+    def forward(self):
+        return self.weight
 
 
 class CoordinateDecay(nn.Module):
@@ -76,13 +83,13 @@ class CoordinateDecay(nn.Module):
             self.log_omega = nn.Parameter(torch.full((heads, coord_dims), math.log(10.0)))
         else:
             check_count("coord_dims", coord_dims, 2)
-            self.rpe = nn.Linear(self.weights * (coord_dims - 1), heads * head_dim)
+            self.rpe = _Weight(self.weights * (coord_dims - 1), heads * head_dim)
             self.rpe.bias.requires_grad_(False)                # in the released weights, and never used
 
     def forward(self) -> Float[Tensor, "h c"]:
         if self.form == "direct":
             return self.log_omega.exp()
-        w = self.rpe.weight.view(self.heads, self.head_dim, -1, self.weights)
+        w = self.rpe().view(self.heads, self.head_dim, -1, self.weights)
         omega = _summed(w)
         return torch.cat([omega[:, :1], omega], -1)
 

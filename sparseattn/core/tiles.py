@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .attention import composed_gradients, fused_attention, has_values, sees_values
+from .attention import composed_gradients, fused_attention, has_values, sees_values, transformed
 from .native import c_kernels, c_source
 
 # %% ../../nbs/core/07_tiles.ipynb #07sour02
@@ -63,7 +63,7 @@ class _FewKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *inputs, q, rows = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             again = functools.partial(_composed, scale=ctx.scale)
             return *composed_gradients(again, inputs, grad), None, None
         (grad, grad_by_point), (*_, pieces, by_point) = as_contiguous(grad), ctx.sizes

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from .attention import (AttentionInfo, check_choice, check_count, check_number, checked_cloud, dense_attention,
+from .attention import (AttentionInfo, check_choice, check_count, check_dtype, check_number, checked_cloud, dense_attention,
                                        fused_attention, hide_masked)
 from .kernels import append_coordinates
 
@@ -252,9 +252,10 @@ class Layer(nn.Module):
         """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports. `draw`: see `Encoder`.
 
         Raises:
-            ValueError: no coordinates, or another number of them, for a `place`.
+            ValueError: no coordinates, or another number of them, for a `place`. TypeError: another dtype than the norm's.
         """
         read = x if self.place is None else x + self.place(_checked_places(self.place, coords).to(x.dtype))
+        check_dtype(read, getattr(self.norm1, "weight", None))
         found = self.attention(self.norm1(read), coords, mask, return_info, **draw)
         out, info = found if return_info else (found, None)
         x = x + self.dropout(out)
@@ -305,8 +306,7 @@ class Encoder(nn.Module):
         Raises:
             TypeError, ValueError: input that does not fit, see `checked_cloud`; a draw that the attention does not know.
         """
-        weight = self.layers[0].norm1.weight if len(self.layers) else None
-        x, coords = checked_cloud(x, coords, mask, self.dim, weight=weight)
+        x, coords = checked_cloud(x, coords, mask, self.dim)
         outputs, infos, generator = [x], [], draw.pop("generator", None)
         for layer in self.layers:
             found = layer(outputs[-1], coords, mask, return_info, **draw, **draws_of(layer.attention, generator))

@@ -394,7 +394,7 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         saved = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             gradients = composed_gradients(_composed_of(*saved[3:6], ctx.options), saved[:3], grad)
         else:
             gradients = _backward(ctx.form, ctx.options, grad, *saved)

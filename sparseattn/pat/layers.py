@@ -610,7 +610,7 @@ class _ChosenRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         soft, x, index = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             return *composed_gradients(partial(_as_matrix, index=index), (soft, x), grad), None
         to_soft = (grad @ x.mT).to(soft.dtype) if ctx.needs_input_grad[0] else None
         number = index + torch.arange(0, len(x) * x.shape[1], x.shape[1], device=x.device)[:, None]
@@ -695,7 +695,7 @@ def gumbel_subset_sampling(x: Float[Tensor, "b n c"], weight: Float[Tensor, "m c
     z, index = _noisy_scores(x, weight, noise, generator, mask), None
     if hard or return_index or not replace:
         index = z.detach().argmax(-1) if replace else uncompiled(_distinct)(z.detach())
-    if hard and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    if hard and not transformed(x, weight) and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         y = take_rows(x, index)
     else:
         soft = _soft_picks(z, tau, None if replace else index)

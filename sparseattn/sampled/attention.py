@@ -34,7 +34,7 @@ def _three(order):
 
 def _moved(order, mask):
     "The order (r, s, n) with padding at its end, and how many points of it are real (None: all)."
-    return (order, None) if mask is None else _real_first(order.expand(len(mask), -1, -1), mask[:, None])
+    return (order, None) if mask is None else _real_first(order.expand(mask.shape[0], -1, -1), mask[:, None])
 
 
 def _clear(x, mask):
@@ -62,9 +62,13 @@ def _unflatten(rows, form):
     return rows.transpose(1, 2) if by_point else rows
 
 
+def _form(q):
+    return *q.shape[:2], q.transpose(1, 2).is_contiguous()
+
+
 def _flat(q, k, v):
     "Rows of queries, keys and values, and the form that brings them back."
-    form = *q.shape[:2], q.transpose(1, 2).is_contiguous()
+    form = _form(q)
     return *(_rows_of(x, form[2]) for x in (q, k, v)), form
 
 # %% ../../nbs/sampled/51_attention.ipynb #1ce9e505
@@ -153,7 +157,7 @@ def _output(q, k, v, order, count, scale, diagnose):
     "Output (b, h, n, d), what the gradient needs, and the form of the rows."
     *rows, form = _flat(q, k, v)
     out, share = _forms(q, diagnose)[0](*rows, order, count, form, scale)
-    return _unflatten(out, form), (*rows, order, count, share), form
+    return out, (*rows, order, count, share), form
 
 # %% ../../nbs/sampled/51_attention.ipynb #51autfn2
 class _CycleAttention(torch.autograd.Function):
@@ -169,10 +173,10 @@ class _CycleAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (form, scale), (q, k, v, *saved) = ctx.rest, ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             again = functools.partial(_composed, order=saved[3], count=saved[4], scale=scale)
-            return *composed_gradients(again, (q, k, v), grad), None, None, None, None
-        found = _forms(grad)[1](*saved, form, scale, _rows_of(grad, form[2]))
+            return *composed_gradients(again, (q, k, v), _unflatten(grad, form)), None, None, None, None
+        found = _forms(grad)[1](*saved, form, scale, grad.contiguous())
         return *(_unflatten(x, form) for x in found), None, None, None, None
 
 # %% ../../nbs/sampled/51_attention.ipynb #51opfn01
@@ -232,9 +236,9 @@ def _cycle_attention(q, k, v, order, scale, mask, diagnose=None):
     elif torch.compiler.is_compiling():
         out = _compiled(*arguments)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out = _CycleAttention.apply(*arguments, diagnose)
+        out = _unflatten(_CycleAttention.apply(*arguments, diagnose), _form(q))
     else:
-        out = _output(*arguments, diagnose)[0]
+        out = _unflatten(_output(*arguments, diagnose)[0], _form(q))
     return _clear(out.to(dtype), mask)
 
 # %% ../../nbs/sampled/51_attention.ipynb #8a1db469

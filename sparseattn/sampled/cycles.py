@@ -401,7 +401,7 @@ class _RatioAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, bias, orders, count, own, out, total = ctx.saved_tensors
         edges = _edges(orders, count)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             again = functools.partial(_composed_ratio, bias=bias, edges=edges, portions=ctx.portions, scale=ctx.scale)
             return *composed_gradients(again, (q, k, v), grad), *[None] * 5
         mean = (grad * out).sum(-1)

@@ -42,7 +42,7 @@ def _reference_rows(x, noisy, samples, tau, hard):
 # %% ../../nbs/samsa/71_attention.ipynb #70fa304d
 def _compares(scores, hard):
     "Whether rows are compared: to mix them, or for the gradient by the scores."
-    return not hard or (torch.is_grad_enabled() and scores.requires_grad)
+    return not hard or transformed(scores) or (torch.is_grad_enabled() and scores.requires_grad)
 
 # %% ../../nbs/samsa/71_attention.ipynb #e67df0f3
 def _scored(scores, noise, mask, supports):
@@ -51,7 +51,7 @@ def _scored(scores, noise, mask, supports):
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
     if supports is not None:
-        scores = torch.cat([scores, supports[2].to(scores.dtype).expand(len(scores), -1, -1)], -1)
+        scores = torch.cat([scores, supports[2].to(scores.dtype).expand(scores.shape[0], -1, -1)], -1)
     if noise is None:
         return scores, scores
     check_noise(noise, scores.shape)
@@ -216,7 +216,7 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         *inputs, index = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             return *composed_gradients(lambda *x: _side_by_side(*x, index), inputs, grad), *[None] * 4
         return *_unselect(grad, *inputs, index), *[None] * 4
 

@@ -44,7 +44,7 @@ class DropPath(nn.Module):
         """The update, of some samples 0."""
         if not self.training or not self.p:
             return x
-        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.p
+        kept = torch.rand(x.shape[0], 1, 1, device=x.device) >= self.p
         return x * kept / (1 - self.p)
 
 # %% ../../nbs/samsa/72_models.ipynb #70513d9f
@@ -269,7 +269,7 @@ class PointNetwork(nn.Module):
     def forward(self, points, features=None, mask=None, category=None, return_info: bool = False, **draw):
         """Outputs `(b, outputs)` or `(b, n, outputs)`, 0 where masked; `category` is int64 `(b,)`; `draw`: see `SAMSAEncoder`."""
         x = self.embed(_checked_points(points, features, mask, self.features, self.embed[0].weight))
-        _check_category(category, len(x), 0 if self.category is None else self.category.num_embeddings)
+        _check_category(category, x.shape[0], 0 if self.category is None else self.category.num_embeddings)
         x = x if category is None else x + self.category(category)[:, None]
         found = self.encoder(x, mask, return_info, **draw)
         x, infos = found if return_info else (found, None)
@@ -398,8 +398,8 @@ def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes, wei
     "Nodes, features of edges and edges, padding set to 0."
     nodes, _ = checked_cloud(nodes, None, node_mask, sizes[0], weight=weight)
     check_int64("edges", edges)
-    if edges.dim() != 3 or len(edges) != len(nodes) or edges.shape[2] != 2:
-        raise ValueError(f"edges must have shape ({len(nodes)}, edges, 2), got {tuple(edges.shape)}")
+    if edges.dim() != 3 or edges.shape[0] != nodes.shape[0] or edges.shape[2] != 2:
+        raise ValueError(f"edges must have shape ({nodes.shape[0]}, edges, 2), got {tuple(edges.shape)}")
     check_mask(edge_mask, *edges.shape[:2])
     edges = edges if edge_mask is None else edges.masked_fill(~edge_mask[..., None], 0)
     if edges.numel() and sees_values(edges):

@@ -190,7 +190,7 @@ class _Swap(torch.autograd.Function):
     def backward(ctx, grad):
         (*inputs, rows, top, index), (shape, x_dtype, scores_dtype) = ctx.saved_tensors, ctx.like
         (k, tau, hard), wide = ctx.form, _wide(rows.dtype)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed(grad):
             found = composed_gradients(lambda x, scores: _composed(x, scores, top, index, *ctx.form), inputs, grad)
             return *found, None, None, None, None, None, None
         with without_autocast(rows):

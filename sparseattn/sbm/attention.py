@@ -207,8 +207,9 @@ def _on_matrix(q, k, v, a, z, sampler, real, generator, *, window, gradient):
 
 # %% ../../nbs/sbm/41_attention.ipynb #41half1
 def _coins(odds, generator):
-    "True with the chance given; from a tensor of its own, so that no compiler takes two draws for one."
-    return torch.empty(odds.shape, dtype=odds.dtype, device=odds.device).uniform_(generator=generator) < odds
+    "True with the chance given."
+    source = {} if generator is None else {"generator": generator}      # export has no form with a generator
+    return torch.rand(odds.shape, dtype=odds.dtype, device=odds.device, **source) < odds
 
 
 def _halved(x):

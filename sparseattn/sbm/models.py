@@ -68,7 +68,7 @@ class Body(nn.Module):
         tokens = _checked_tokens(tokens, mask, self.vocabulary, self.max_length)
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions.weight[: tokens.shape[1]]
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         found = self.encoder(self.dropout(x), mask=mask, return_info=return_info, **draw)
         x, infos = found if return_info else (found, None)
         x = hide_masked(self.norm(x), mask)
@@ -78,7 +78,7 @@ class Body(nn.Module):
 def _checked_tokens(tokens, mask, vocabulary, max_length):
     "The tokens, masked ones 0."
     check_int64("tokens", tokens)
-    if tokens.dim() != 2 or not len(tokens) or not 1 <= tokens.shape[1] <= max_length:
+    if tokens.dim() != 2 or not tokens.shape[0] or not 1 <= tokens.shape[1] <= max_length:
         raise ValueError(f"tokens must have shape (batch, 1 to {max_length}), got {tuple(tokens.shape)}")
     check_mask(mask, *tokens.shape)
     tokens = tokens if mask is None else tokens.masked_fill(~mask, 0)
@@ -136,7 +136,7 @@ class SequenceClassifier(nn.Module):
 # %% ../../nbs/sbm/42_models.ipynb #c2500f35
 def _first(x, mask):
     "The first real token, wherever the padding stands; 0 where there is none."
-    return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.int().argmax(1)]
+    return x[:, 0] if mask is None else x[torch.arange(x.shape[0], device=x.device), mask.int().argmax(1)]
 
 # %% ../../nbs/sbm/42_models.ipynb #3284409e
 class TokenClassifier(nn.Module):

@@ -596,6 +596,24 @@ def test_norms_may_be_converted(network):
     assert list(converted.state_dict()) == list(state)
 
 
+@each
+def test_norms_may_have_no_running_statistics(network):
+    torch.manual_seed(0)
+    net = torch.func.replace_all_batch_norm_modules_(network(5, **({"k": 5} if network is DGCNN else {})))
+    x = torch.rand(2, 40, 3, requires_grad=True)
+    net.train()(x).sum().backward()
+    assert x.grad.isfinite().all() and net.eval()(x).isfinite().all()
+
+
+@each
+def test_hooks_on_gradients_fire(network):
+    net, fired = network(5, **({"k": 5} if network is DGCNN else {})), []
+    for part in net.modules():
+        part.register_full_backward_hook(lambda part, to_input, to_output: fired.append(part))
+    net(torch.rand(2, 40, 3, requires_grad=True)).sum().backward()
+    assert net in fired and net.head.out in fired
+
+
 def test_clouds_of_padding_alone_are_named():
     points, mask = torch.randn(2, 10, 3), torch.arange(10) < torch.tensor([[10], [0]])
     with pytest.raises(ValueError, match="mask must have a real point in every cloud"):
