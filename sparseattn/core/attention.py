@@ -82,7 +82,7 @@ def without_autocast(x: Tensor):
 
 
 def transformed(*inputs) -> bool:
-    """Whether one of the inputs is a tensor inside `torch.func`, which knows no fused form.
+    """Whether no fused form will do: inside `torch.func`, where derivatives go forward, or in a batch of gradients.
 
     Example:
         >>> torch.func.vmap(lambda x: x * transformed(x))(torch.ones(2)), transformed(None, torch.ones(2))
