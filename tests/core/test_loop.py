@@ -19,7 +19,8 @@ from sparseattn.sampled.attention import cycle_attention
 from sparseattn.sbm.models import SequenceClassifier
 
 NEEDS = {"hept": dict(coord_dims=2), "linformer": dict(max_length=20), "sampled": dict(resample="fixed")}
-NEEDS |= {"samsa": dict(samples=4)} | dict.fromkeys(("flatformer_k", "flt", "performer_k", "point_transformer", "smyrf_k"), dict(coord_dims=2))
+NEEDS["samsa"] = dict(samples=4)
+NEEDS |= dict.fromkeys(("flatformer_k", "flt", "performer_k", "point_transformer", "smyrf_k"), dict(coord_dims=2))
 RANDOM = {"samsa", "sbm"}                   # their gradients are estimates
 each_name = pytest.mark.parametrize("name", sorted(attention_names()))
 
