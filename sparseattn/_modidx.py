@@ -505,6 +505,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'sparseattn/baselines/transformers.py'),
                                                    'sparseattn.baselines.transformers._over_total': ( 'baselines/transformers.html#_over_total',
                                                                                                       'sparseattn/baselines/transformers.py'),
+                                                   'sparseattn.baselines.transformers._own': ( 'baselines/transformers.html#_own',
+                                                                                               'sparseattn/baselines/transformers.py'),
                                                    'sparseattn.baselines.transformers._prepared': ( 'baselines/transformers.html#_prepared',
                                                                                                     'sparseattn/baselines/transformers.py'),
                                                    'sparseattn.baselines.transformers._reformer': ( 'baselines/transformers.html#_reformer',

@@ -1,13 +1,23 @@
 """Every attention in what a training loop does to it, beside what `tests/test_testing.py` checks: without
-kernels, memory that checkpointing frees, lengths under torch.compile with breaks in the graph, evaluations between."""
+kernels, memory that checkpointing frees, checkpoints that choose, lengths under torch.compile with breaks in the graph,
+export, forward derivatives, batches of gradients, pruning, mixed precision in shards, evaluations between."""
+
+import functools
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import prune
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparseattn
-from sparseattn.core.transformer import make_attention
+from sparseattn.core.transformer import Encoder, make_attention
+from sparseattn.hept.models import HEPTModel
 from sparseattn.sampled.autoencoder import EncoderClassifier, MaskedAutoencoder, PointEncoder, cut_into_groups
 from sparseattn.sampled.models import HierarchicalClassifier, ShapeClassifier
 from sparseattn.samsa.models import GraphNetwork, PointNetwork, SequenceNetwork
@@ -165,3 +175,105 @@ def test_block_models_train_under_autocast(options):
     found.float().sum().backward()
     assert found.dtype == torch.bfloat16
     assert all(p.grad is None or p.grad.isfinite().all() for p in network.parameters())
+
+def drawn_alike(layer, coords):
+    """The layer as a function of its input, with the same draws each time."""
+    def run(x):
+        torch.manual_seed(1)
+        return layer(x, coords)
+    return run
+
+
+@each
+def test_a_checkpoint_that_keeps_products(name):
+    layer, x, coords = layer_and_cloud(name)
+    kept = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
+    policy = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+    chosen = lambda ctx, op, *args, **named: policy[op in kept]  # noqa: E731
+    contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
+    run = drawn_alike(layer.eval(), coords)
+    x.requires_grad_()
+    plain, = torch.autograd.grad(run(x).square().sum(), x)
+    again, = torch.autograd.grad(checkpoint(run, x, use_reentrant=False, context_fn=contexts).square().sum(), x)
+    torch.testing.assert_close(again, plain)
+
+
+@each
+def test_forward_derivatives(name):
+    """Equal to backward ones; those of SAMSA and of block models are estimates, which are not 0."""
+    layer, x, coords = layer_and_cloud(name)
+    run, to = drawn_alike(layer.eval().requires_grad_(False), coords), torch.randn_like(x)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(run(forward_ad.make_dual(x, to))).tangent
+    assert found is not None and found.abs().max() > 0
+    if name not in {"samsa", "sbm"}:
+        weight = torch.randn_like(x.requires_grad_())
+        back, = torch.autograd.grad((run(x) * weight).sum(), x)
+        torch.testing.assert_close((found * weight).sum(), (back * to).sum(), rtol=1e-6, atol=1e-8)
+
+
+@each
+def test_batches_of_gradients(name):
+    layer, x, coords = layer_and_cloud(name)
+    x.requires_grad_()
+    out = drawn_alike(layer.eval(), coords)(x)[0, :2].flatten()[:5]
+    unit = torch.eye(5, dtype=out.dtype)
+    found, = torch.autograd.grad(out, x, unit, is_grads_batched=True, retain_graph=True)
+    for one, at in zip(found, range(5), strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(out[at], x, retain_graph=True)[0], rtol=1e-4, atol=1e-5)
+
+
+OF_ONE_SIZE = {"flatformer_k", "knn", "point_transformer", "smyrf_k", "stratified"}
+
+
+@pytest.mark.parametrize("name", sorted(set(sparseattn.attentions()) - OF_ONE_SIZE))
+def test_export_for_any_batch(name):
+    layer, x, coords = layer_and_cloud(name)
+    size = torch.export.Dim("b", min=2, max=64)
+    shapes = {"x": {0: size}, "coords": {0: size}}
+    program = torch.export.export(layer.eval(), (x, coords), dynamic_shapes=shapes).module()
+    x, coords = torch.randn(5, *x.shape[1:]).double(), torch.rand(5, *coords.shape[1:]).double()
+    found, expected = (drawn_alike(run, coords)(x) for run in (program, layer))
+    assert found.shape == x.shape
+    if name not in {"sampled", "sbm"}:                                      # their draws may come in another order
+        torch.testing.assert_close(found, expected)
+
+
+def pruned(net):
+    for part in net.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            prune.l1_unstructured(part, "weight", amount=0.3)
+    return net
+
+
+@pytest.mark.parametrize("make, inputs", [
+    (lambda: HEPTModel(15, 6, decay="summed", block_size=10), (torch.randn(1, 50, 15), torch.rand(1, 50, 6))),
+    (lambda: SequenceClassifier(11, 3, max_length=12, attention="dense"), (torch.randint(11, (2, 12)),)),
+], ids=["hept", "sequences"])
+def test_pruned_networks_load_and_train(make, inputs):
+    one, other = pruned(make()).eval(), pruned(make()).eval()
+    other.load_state_dict(one.state_dict())
+    torch.testing.assert_close(other(*inputs), one(*inputs), rtol=0, atol=0)
+    for _ in range(2):
+        one(*inputs).sum().backward()
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@each
+def test_shards_in_mixed_precision(name, alone):
+    torch.manual_seed(0)
+    encoder = Encoder(16, 2, 4, attention=name, **NEEDS.get(name, {}))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in encoder.layers:
+        fully_shard(layer, mesh=alone, mp_policy=policy)
+    fully_shard(encoder, mesh=alone, mp_policy=policy)
+    encoder(torch.randn(2, 20, 16), torch.rand(2, 20, 3)).square().sum().backward()
+    assert all(p.grad is None or p.grad.to_local().isfinite().all() for p in encoder.parameters())
+    assert any(p.grad is not None for p in encoder.parameters())

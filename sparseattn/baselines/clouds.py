@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .sets import nearest
 from .transformers import (_by_features, _checked_features, _draw_again, _draw_features, _exponents,
-                                               _finished, _Heads, _hide, _info, _over_total, _prepared, _split,
+                                               _finished, _Heads, _hide, _info, _over_total, _own, _prepared, _split,
                                                _with_ones, orthogonal_features, performer_attention)
 from ..core.attention import (attention_logits, check_choice, check_count, check_finite, check_generator,
                                        check_int64, check_scale, checked_cloud, checked_coords, fused_attention,
@@ -92,7 +92,7 @@ def _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale):
         there = (there | ~there.any(-1, keepdim=True)).flatten(0, 3)[:, None]
         out = fused_attention(*(x.flatten(0, 3)[:, None] for x in (q, k, v)), there, scale=scale)
         return _over_tables(out.view(*slot_q.shape, -1), place)[:, :, 0]
-    scores = (q * scale @ k.mT).masked_fill(~there, -math.inf)
+    scores = _own(q * scale @ k.mT).masked_fill_(~there, -math.inf)
     top = scores.detach().amax(-1, keepdim=True).nan_to_num(neginf=0)
     out = _exp(scores.sub_(top)) @ _with_ones(v)
     out, top = _over_tables(out, place), _over_tables(top, place)
@@ -175,7 +175,7 @@ def lifted(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]):
     rest_q, rest_k = ((radius - square).clamp(min=0).sqrt() for square in (square_q, square_k))
     return torch.cat([q, torch.zeros_like(rest_q), rest_q], -1), torch.cat([k, rest_k, torch.zeros_like(rest_k)], -1)
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #38proj01
 def projected_order(x: Float[Tensor, "b h n d"], directions: Float[Tensor, "#h t d"]) -> Int[Tensor, "b h t n"]:
     """Points in the order of their projections, for each table. SMYRF, Alg 1; E2LSH without its rounding.
 
@@ -579,7 +579,7 @@ def gaussian_performer(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"],
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
     features = _checked_features(features, q)
     to_k = k @ features.mT - k.square().sum(-1, keepdim=True)
-    return _finished(_by_features(q @ features.mT, to_k, v, mask, _exp), mask, dtype)
+    return _finished(_by_features(_own(q @ features.mT), to_k, v, mask, _exp), mask, dtype)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #862ee471
 @register_attention("performer_k")
@@ -777,7 +777,7 @@ class FlatFormerLayer(nn.Module):
         x = hide_masked(self.norm2(x + self.feed(x)), mask)
         return (x, info) if return_info else x
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #38turn03
 def flatformer_layers(dim: int, depth: int, heads: int, *, coord_dims: int, kernel: str = "softmax",
                       **options) -> list[FlatFormerLayer]:
     """The layers of FlatFormer in HEPT's comparison: the four orders in turn, `depth` times.

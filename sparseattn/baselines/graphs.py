@@ -55,7 +55,7 @@ class _Layer(nn.Module):
         return self.finish(F.linear(x, own) + F.linear(shared, common)[:, None], mask)
 
     def finish(self, x, mask=None):
-        return F.leaky_relu(_normalised(self.norm, x, mask), self.slope)
+        return F.leaky_relu(_normalised(self.norm, x, mask), self.slope, inplace=not torch.is_grad_enabled())
 
 # %% ../../nbs/baselines/28_graphs.ipynb #6461fec1
 class _Stack(nn.ModuleList):

@@ -42,7 +42,7 @@ def near_others(places: Float[Tensor, "b n c"], k: int, mask: Bool[Tensor, "b n"
         keep = keep + (keep >= drop)
         return index.gather(2, keep), there.gather(2, keep)
 
-
+# %% ../../nbs/baselines/39_messages.ipynb #39dist01
 def _squared_distances(places, index):
     return (gather_points(places, index) - places[:, :, None]).square().sum(-1)
 

@@ -157,8 +157,13 @@ def _checked_features(features, q):
 
 
 def _exponents(x, features):
-    "w.x - |x|^2 / 2 of every point and feature w."
-    return x @ features.mT + x.square().sum(-1, keepdim=True) / -2
+    "w.x - |x|^2 / 2 of every point and feature w; without gradients nothing else as large is made."
+    return _own(x @ features.mT).add_(x.square().sum(-1, keepdim=True) / -2)
+
+
+def _own(product):
+    "A product that may be changed: a copy where gradients are tracked, since a checkpoint may keep what it is of."
+    return product.clone() if torch.is_grad_enabled() else product
 
 
 def _by_features(to_q, to_k, v, mask, exp=Tensor.exp_):
@@ -166,7 +171,7 @@ def _by_features(to_q, to_k, v, mask, exp=Tensor.exp_):
     to_k = to_k if mask is None else to_k.masked_fill_(~mask[:, None, :, None], -math.inf)
     largest = to_k.detach().amax(-2, keepdim=True).nan_to_num(neginf=0)
     sums = exp(to_k.sub_(largest)).transpose(-1, -2) @ _with_ones(v)
-    to_q = to_q + largest
+    to_q = to_q.add_(largest)
     return _over_total(exp(to_q.sub_(to_q.detach().amax(-1, keepdim=True))) @ sums)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #90d65609
@@ -443,7 +448,7 @@ def _rounds(q, k, v, code, place, order, chunk):
     bias, seen = _bias(code, slot, q.dtype)
     place_in = torch.arange(2 * chunk, device=q.device)
     scores = q * q.shape[-1] ** -0.5 @ _with_previous(k).transpose(-1, -2)
-    scores = scores.masked_fill(place_in[:chunk, None] + chunk == place_in, -1e5).add_(bias)  # a slot's own score
+    scores = _own(scores).masked_fill_(place_in[:chunk, None] + chunk == place_in, -1e5).add_(bias)  # a slot's own score
     out, log_weight = _softmax_means(scores, _with_previous(v))
     back = place + torch.arange(rounds, device=q.device)[:, None] * slot[0, 0, 0].numel()
     out, log_weight = (take_rows(x.flatten(2, 4), back) for x in (out, log_weight))

@@ -80,7 +80,7 @@ def without_autocast(x: Tensor):
     """
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
-
+# %% ../../nbs/core/00_attention.ipynb #00tran01
 def transformed(*inputs) -> bool:
     """Whether no fused form will do: inside `torch.func`, where derivatives go forward, or in a batch of gradients.
 
@@ -101,7 +101,7 @@ def _within_transform():
 
 _within_transform._dynamo_marked_constant = True  # as `torch.compiler.assume_constant_result`, which loads the compiler
 
-
+# %% ../../nbs/core/00_attention.ipynb #00sees01
 def sees_values(x: Tensor, memory: bool = False) -> bool:
     """Whether the values of a tensor are to be looked at, see `check_values`; `memory`: for a kernel on a CPU.
 
@@ -132,7 +132,7 @@ def check_points(name: str, x: Tensor, dims: int) -> None:
     check_form(name, x, dims)
     check_finite(name, x)
 
-
+# %% ../../nbs/core/00_attention.ipynb #00form01
 def check_form(name: str, x: Tensor, dims: int | None = None) -> None:
     """The part of `check_points` that looks at dtype and shape alone; `dims` None takes any number of dimensions.
 
@@ -182,7 +182,7 @@ def check_mask(mask: Tensor | None, batch: int, points: int) -> None:
     if mask.shape != (batch, points):
         raise ValueError(f"mask must have shape {(batch, points)} (batch, points), got {tuple(mask.shape)}")
 
-
+# %% ../../nbs/core/00_attention.ipynb #00bool01
 def check_boolean(name: str, x: Tensor, shape: Sequence[int] | None = None) -> None:
     """Refuse what is not a boolean tensor, or not broadcastable to a shape, if one is given.
 
@@ -226,7 +226,7 @@ def check_count(name: str, value: int, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral, torch.SymInt)) or value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
 
-
+# %% ../../nbs/core/00_attention.ipynb #00numb01
 def check_number(name: str, value: float, least: float = -math.inf, most: float = math.inf) -> None:
     """Refuse what is not a finite real number within bounds.
 
@@ -283,7 +283,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> No
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_finite(name, _real(x, mask))
 
-
+# %% ../../nbs/core/00_attention.ipynb #00qkvf01
 def check_qkv_form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
     """The part of `check_qkv` that looks at shapes, dtypes and devices alone.
 
@@ -299,7 +299,7 @@ def check_qkv_form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
     check_mask(mask, k.shape[0], k.shape[2])
     check_device(q, k=k, v=v, mask=mask)
 
-
+# %% ../../nbs/core/00_attention.ipynb #00devi01
 def check_device(x: Tensor, **others: Tensor | None) -> None:
     """Refuse tensors that lie on another device than x.
 
@@ -331,7 +331,7 @@ def hide_masked(x: Float[Tensor, "b *points c"], mask: Bool[Tensor, "b *points"]
     """
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
-
+# %% ../../nbs/core/00_attention.ipynb #00dtyp01
 def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     """Refuse points that torch could not multiply by a weight; autocast may, but not in float64; a weight that is no tensor says itself.
 
@@ -346,7 +346,7 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     if isinstance(weight, Tensor) and x.dtype != weight.dtype and not cast:
         raise TypeError(f"x must have the dtype of weight, {weight.dtype}, got {x.dtype}")
 
-
+# %% ../../nbs/core/00_attention.ipynb #00mean01
 def masked_mean(x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b c"]:
     """Mean over real points, summed in float32 at least (half precision ends at 65,504); 0 where there are none.
 
@@ -399,7 +399,7 @@ def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | No
         raise ValueError(f"coords are needed, shape {(*x.shape[:2], coord_dims)}, got None")
     return x, checked_coords(coords, mask, coord_dims, x.shape[:2])
 
-
+# %% ../../nbs/core/00_attention.ipynb #00coor01
 def checked_coords(coords: Float[Tensor, "b n k"], mask: Bool[Tensor, "b n"] | None, coord_dims: int = 0,
                    points: Sequence[int] | None = None) -> Float[Tensor, "b n k"]:
     """The part of `checked_cloud` for coordinates; `points`: (b, n) of the features beside them.
@@ -527,7 +527,7 @@ def _allowed(mask, pattern, q, k):
         allowed = pairs if pattern is None else pairs & pattern
     return allowed
 
-
+# %% ../../nbs/core/00_attention.ipynb #00soft01
 def masked_softmax(logits: Float[Tensor, "... m"], allowed: Bool[Tensor, "... m"] | None) -> Float[Tensor, "... m"]:
     """Softmax over the allowed pairs; a row without any is all zero.
 
@@ -1152,7 +1152,7 @@ def edge_products(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h m r"],
     """
     return _on_list(a, b, edges, False)
 
-
+# %% ../../nbs/core/00_attention.ipynb #00stra01
 def straight_through_presence(a: Float[Tensor, "b h n r"], b: Float[Tensor, "b h m r"],
                               edges: Int[Tensor, "3 c"]) -> Float[Tensor, "c"]:
     """Ones, one for each edge, whose gradient flows to the inner product a_i . b_j of the edge's ends.

@@ -392,7 +392,7 @@ def peers_on_gpu(x: Tensor, form, pattern=None) -> dict:
     from .gpu import peers
     return peers(form, pattern and pattern())
 
-
+# %% ../../nbs/core/04_points.ipynb #04comp01
 @functools.cache
 def _compiles_for(gpu):
     "Whether Triton is there, and compiles for a GPU: compute capability 7.0 or higher."
@@ -565,7 +565,7 @@ def gather_points(x: Float[Tensor, "b n c"], index: Int[Tensor, "b *shape"]) -> 
     rows = index.flatten(1)[..., None].expand(-1, -1, x.shape[2])   # a number out of range fails, and reads no other cloud
     return x.gather(1, rows).view(*index.shape, x.shape[2])
 
-
+# %% ../../nbs/core/04_points.ipynb #04take01
 def take_rows(x: Shaped[Tensor, "*batch n c"], index: Int[Tensor, "*all"]) -> Shaped[Tensor, "*all c"]:
     """Rows of x by number as `gather_points` has them, with any leading dimensions and unchecked.
 
@@ -581,7 +581,7 @@ def take_rows(x: Shaped[Tensor, "*batch n c"], index: Int[Tensor, "*all"]) -> Sh
     first = n * torch.arange(math.prod(batch), device=x.device).view(*batch, *[1] * (index.dim() - len(batch)))
     return x.flatten(0, -2).index_select(0, (index + first).flatten()).view(*index.shape, channels)
 
-
+# %% ../../nbs/core/04_points.ipynb #04chec01
 def check_index(name: str, index: Tensor, n: int | None) -> None:
     """Refuse what does not number n points; None: whatever they are.
 

@@ -194,7 +194,7 @@ class DenseAttention(nn.Module):
         out = hide_masked(self.out(heads.transpose(1, 2).flatten(2)), mask)
         return (out, _all_pairs_info(q, v, mask)) if return_info else out
 
-
+# %% ../../nbs/core/05_transformer.ipynb #05soft01
 def _softmax_attention(q, k, v, *, mask):
     "torch's own kernel, whose result is dense_attention's on real points; a cloud without any attends all, unseen."
     allowed = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
@@ -222,7 +222,7 @@ def _checked_places(place, coords):
                          f"{None if coords is None else tuple(coords.shape)}")
     return coords
 
-
+# %% ../../nbs/core/05_transformer.ipynb #05laye01
 class Layer(nn.Module):
     """Pre-norm transformer layer around an attention module.
 

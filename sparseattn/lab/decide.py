@@ -226,7 +226,7 @@ class McNemar(NamedTuple):
     only_b: int
     p: float
 
-
+# %% ../../nbs/lab/82_decide.ipynb #82mcne01
 def mcnemar(a: Sequence | np.ndarray, b: Sequence | np.ndarray) -> McNemar:
     """McNemar's exact test of two networks on the same items.
 
@@ -339,7 +339,7 @@ class Decision(NamedTuple):
     verdict: str
     why: str
 
-
+# %% ../../nbs/lab/82_decide.ipynb #82verd01
 def verdict(paper: float | None, ours: Interval, below: Mapping[str, Sequence[str]] | None = None, *, tolerance: float,
             sign: int = 0, difference: bool = True, once: Sequence[str] = (), few: Mapping[str, str] | None = None,
             printed: bool = True) -> Decision:

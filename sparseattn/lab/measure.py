@@ -894,7 +894,7 @@ def _arguments():
     program = "python -m sparseattn.lab.measure"
     parser = argparse.ArgumentParser(program, description="Compare functions at several sizes.")
     parser.add_argument("target", nargs="?", help="a name of the registry, or package.module:function; none: all names")
-    parser.add_argument("--device", default="cpu", help="other than cpu: asked for by function(n, device=...)")
+    parser.add_argument("--device", default="cpu", help="other than cpu: called by function(n, device=...)")
     parser.add_argument("--n", type=_size, nargs="+", help="sizes")
     parser.add_argument("--against", metavar="COMMIT", help="time this tree beside another version of it, interleaved")
     parser.add_argument("--malloc", choices=["default", "reuse"], default="default", help="glibc's large blocks")

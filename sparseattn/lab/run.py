@@ -116,7 +116,7 @@ def notebook_hash(path: str | Path) -> str:
     sources = [["".join(c["source"]), c["cell_type"]] for c in cells]
     return _sha256(json.dumps(sources, ensure_ascii=False).encode())
 
-
+# %% ../../nbs/lab/20_run.ipynb #20vers01
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries the results depend on.
 
@@ -180,7 +180,7 @@ def code_hashes(root: str | Path, notebook: str | Path) -> dict[str, str]:
     graph, page, imports = _page(root, notebook)
     return graph.sources(imports.root, page, imports) if graph else {}
 
-
+# %% ../../nbs/lab/20_run.ipynb #20reco01
 def record_hashes(root: str | Path, notebook: str | Path, scale: str) -> dict[str, str]:
     """Hash of every committed record that a notebook reads at a scale.
 
@@ -352,7 +352,7 @@ def write_json(path: str | Path, value) -> None:
         said = f"{path.name} is not written: {error.strerror or error}; what stood there before is whole"
         raise OSError(error.errno, said) from error
 
-
+# %% ../../nbs/lab/20_run.ipynb #20devi01
 def device_name(device: torch.device) -> str:
     """What the device is, in words.
 
@@ -425,7 +425,7 @@ def start(stem: str, scale: str = "smoke", *, seed: int = 0, device: str | None 
     print(f"{stem}: scale {scale}, seed {seed}, {device_name(run.device)}, torch {torch.__version__}")
     return run
 
-
+# %% ../../nbs/lab/20_run.ipynb #20shel01
 def _executed_cells():
     "Sources executed so far in this kernel; empty outside IPython."
     shell = _shell()

@@ -54,7 +54,7 @@ def pack(values) -> dict:
     text = base64.b64encode(zlib.compress(np.ascontiguousarray(raw).tobytes(), 9)).decode()
     return {"dtype": values.dtype.name, "shape": list(values.shape), "zlib": text}
 
-
+# %% ../../nbs/lab/80_study.ipynb #80unpk01
 def unpack(packed: dict) -> np.ndarray:
     """The array that `pack` wrote.
 
@@ -93,7 +93,7 @@ def _facts(value):
     else:
         raise TypeError(f"data: cannot take the digest of a {type(value).__name__}")
 
-
+# %% ../../nbs/lab/80_study.ipynb #80dige01
 def digest(data) -> str:
     """Digest of data: dicts, lists, dataclasses, tensors, arrays, numbers and words; 16 hexadecimal digits.
 
@@ -257,7 +257,7 @@ class Unit:
             return []
         return [dataclasses.replace(self, seed=0, rate=rate) for rate in rates]
 
-
+# %% ../../nbs/lab/80_study.ipynb #80slug01
 def slug(text: str) -> str:
     """A name as a file name.
 
@@ -323,7 +323,7 @@ def write_record(path: Path, record: dict) -> dict:
     write_json(path, record)
     return record
 
-
+# %% ../../nbs/lab/80_study.ipynb #80read01
 def read_record(path: Path) -> dict:
     """A record, checked against its digest.
 
@@ -341,7 +341,7 @@ def read_record(path: Path) -> dict:
         raise ValueError(f"{path.name}: changed after it was written; delete it, or restore it from git")
     return record
 
-
+# %% ../../nbs/lab/80_study.ipynb #80curr01
 def current(unit: Unit) -> dict | None:
     """The record of a unit if there is one that agrees with today's settings.
 
@@ -490,7 +490,7 @@ def _same_as_begun(unit, seen):
         raise ValueError(f"{unit.name}: was begun with other data and paused; bring them back, or retrain it")
     noted.write_text(seen)
 
-
+# %% ../../nbs/lab/80_study.ipynb #80trai01
 def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, retrain: bool = False) -> dict:
     """The record of a unit: the one that is there, or a new one after training (or going on with) the unit.
 
@@ -663,7 +663,7 @@ def _without_floor(study, found):
     lonely = tasks(study.rows) - tasks(r["row"] for r in found.values())
     return [name for name, r in found.items() if r["kind"] == "network" and study.rows[r["row"]].get("task") in lonely]
 
-
+# %% ../../nbs/lab/80_study.ipynb #80told01
 def told(records: Records) -> str:
     """One sentence on what is there, which rows have no record or too few, and the command that trains them.
 
@@ -685,7 +685,7 @@ def told(records: Records) -> str:
     said = "".join(f"; {what}: {', '.join(map(repr, some))}" for what, some in lacking.items() if some)
     return f"{name}: {len(records.found)} records of {span}{waiting}{said}{f' ({command})' if rows else ''}"
 
-
+# %% ../../nbs/lab/80_study.ipynb #80sett01
 def settings_table(study: Study):
     """The settings of all scales beside the paper's, as a table.
 

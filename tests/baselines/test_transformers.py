@@ -536,3 +536,14 @@ def test_reformer_counts_buckets_in_pairs():
             make_attention("reformer", 16, 4, **bad)
     x = torch.randn(1, 64, 16)
     assert make_attention("reformer", 16, 4, chunk=4, max_buckets=1)(x).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["flt", "performer", "performer_k", "scatterbrain"])
+def test_features_are_drawn_under_a_half_default(name):
+    options = dict(coord_dims=2) if name in ("flt", "performer_k") else {}
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        layer = make_attention(name, 16, 4, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.query.weight.dtype == torch.bfloat16

@@ -468,3 +468,10 @@ def test_means_over_real_points():
     torch.testing.assert_close(masked_mean(x.masked_fill(~mask[..., None], torch.nan), mask), expected)
     assert torch.equal(masked_mean(x, None), x.mean(1))
     assert masked_mean(torch.full((1, 4096, 1), 20.0).half(), torch.ones(1, 4096, dtype=torch.bool)).item() == 20
+
+
+def test_a_query_without_keys_in_any_part_has_no_gradient():
+    log_weights = torch.tensor([[-torch.inf, 0.0], [-torch.inf, 1.0]], requires_grad=True)
+    out = merge_attention(torch.ones(2, 2, 3), log_weights)
+    out.square().sum().backward()
+    assert (out[0] == 0).all() and (log_weights.grad[:, 0] == 0).all() and log_weights.grad.isfinite().all()

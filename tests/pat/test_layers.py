@@ -659,3 +659,13 @@ def test_padding_reaches_no_gradient_of_a_point_network():
     network.zero_grad()
     network(x, mask).square().sum().backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(found, network.parameters(), strict=True))
+
+
+def test_forward_derivatives_of_hard_subsets():
+    x, w, to, noise = torch.randn(1, 30, 16), torch.randn(4, 16), torch.randn(4, 16), torch.randn(1, 4, 30)
+
+    def chosen(w):
+        return gumbel_subset_sampling(x, w, hard=True, noise=noise).square().sum()
+
+    found, expected = torch.func.jvp(chosen, (w,), (to,))[1], (torch.func.grad(chosen)(w) * to).sum()
+    torch.testing.assert_close(found, expected)

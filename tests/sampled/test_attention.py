@@ -401,3 +401,12 @@ def test_exports_with_a_length_that_varies(strict):
     program = torch.export.export(SampledAttention(16, 4).eval(), given, strict=strict,
                                   dynamic_shapes={"x": {1: length}, "coords": {1: length}})
     assert program.module()(torch.randn(2, 31, 16), torch.rand(2, 31, 3)).shape == (2, 31, 16)
+
+
+def test_output_of_cycles_can_be_changed():
+    q, k, v = torch.randn(3, 1, 2, 6, 4, requires_grad=True)
+    order = torch.arange(6)
+    out = cycle_attention(q, k, v, order)
+    out *= 2
+    found = torch.autograd.grad(out.sum(), v)[0]
+    torch.testing.assert_close(found, 2 * torch.autograd.grad(cycle_attention(q, k, v, order).sum(), v)[0])

@@ -1,6 +1,7 @@
 """The SBM layer: lists equal matrices, padding is exact, masks have their law, the module behaves as a module."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -376,3 +377,17 @@ def test_a_list_of_edges_inside_transforms():
 def test_rates_by_a_wrong_name_are_refused():
     with pytest.raises(ValueError, match="rates"):
         cluster_rates(torch.zeros(1, 2, 3), "row")
+
+
+def test_masks_drawn_under_vmap_and_after_loading():
+    torch.manual_seed(0)
+    layer, x = SBMAttention(16, 4, clusters=4).eval(), torch.randn(1, 20, 16)
+    alike = x[None].expand(4, 1, 20, 16)                                       # one cloud four times: only masks differ
+    out = torch.func.vmap(layer, randomness="different")(alike)
+    assert out.shape == alike.shape
+    assert all((one - other).abs().max() > 1e-3 for one, other in zip(out, out[1:], strict=False))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(layer, (x,)), file)
+    file.seek(0)
+    program = torch.export.load(file).module()
+    assert program(x).shape == x.shape and (program(x) - program(x)).abs().max() > 1e-3
