@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TASKS', 'LENGTH', 'FEATURES', 'FLOORS', 'METHODS', 'REPEATED', 'COLUMNS', 'CONTROLS', 'official_expressions', 'load',
            'missing', 'grams', 'methods', 'settings', 'with_density', 'stay_random', 'Reader', 'network', 'loss',
-           'updates', 'drawn', 'study', 'part', 'read', 'kept', 'idle', 'last', 'standing', 'best_rule', 'passed',
-           'gap', 'worth', 'gain', 'level']
+           'updates', 'drawn', 'study', 'BehindConvolution', 'similar', 'convolved', 'part', 'read', 'kept', 'idle',
+           'last', 'standing', 'best_rule', 'passed', 'gap', 'worth', 'gain', 'level']
 
 # %% ../../nbs/atlas/96_arena.ipynb #96exp002
 import csv
@@ -14,6 +14,7 @@ import gzip
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -72,12 +73,13 @@ def load(task, setting):
     """Inputs and labels of a task: training, validation, test."""
     found = load_task(task, progress=False, **setting["data"])
     parts, source = {part: getattr(found, part) for part in ("train", "val", "test")}, found.source
-    if setting["official test"]:
-        parts["test"] = official_expressions(setting["data"]["min_length"], setting["data"]["max_length"])
-        known = {row.tobytes() for row in parts["test"].tokens.numpy()}
+    if where := setting["official test"]:
+        parts["official" if where == "beside" else "test"] = official = official_expressions(
+            setting["data"]["min_length"], setting["data"]["max_length"])
+        known = {row.tobytes() for row in official.tokens.numpy()}
         fresh = torch.tensor([row.tobytes() not in known for row in parts["train"].tokens.numpy()])
         parts["train"] = Part(*(x[fresh] for x in vars(parts["train"]).values()))
-        source = f"{source}; tested on {len(parts['test']):,} official expressions"
+        source = f"{source}; tested {'also ' if where == 'beside' else ''}on {len(official):,} official expressions"
     held = {part: ({"tokens": p.tokens, "lengths": p.lengths}, p.labels) for part, p in parts.items()}
     return held | {"sources": [source], "_sizes": [found.vocabulary, found.classes, found.max_length, found.documents]}
 
@@ -373,12 +375,92 @@ def drawn(row, model, setting, data):
     return found
 
 # %% ../../nbs/atlas/96_arena.ipynb #96stu001
+def _study(name, title, task, rows, settings, network):
+    plain = classification(name, title, rows, settings, partial(load, task), partial(network, task), features=FEATURES,
+                           drawn=drawn, missing=partial(missing, task))
+    return replace(plain, loss=loss, validate=partial(_validate, plain.validate), test=in_all_modes(plain.test))
+
+
 def study(task):
     """The study of a task."""
-    plain = classification(f"arena_{task}", f"Rows of SBM-Transformer and SAMSA on {task}, in one network",
-                           FLOORS[task] | methods(task), settings(task), partial(load, task), partial(network, task),
-                           features=FEATURES, drawn=drawn, missing=partial(missing, task))
-    return replace(plain, loss=loss, validate=partial(_validate, plain.validate), test=in_all_modes(plain.test))
+    return _study(f"arena_{task}", f"Rows of SBM-Transformer and SAMSA on {task}, in one network", task,
+                  FLOORS[task] | methods(task), settings(task), network)
+
+
+# %% ../../nbs/atlas/96_arena.ipynb #96con001
+class BehindConvolution(nn.Module):
+    """A layer of an encoder behind a residual convolution along the sequence, one filter a channel.
+
+    Example:
+        >>> encoder = SequenceNetwork(10, 3, dim=16, depth=1, heads=2, attention="dense").encoder
+        >>> BehindConvolution(encoder.layers[0], 16, 5)(torch.randn(2, 7, 16), encoder.alpha).shape
+        torch.Size([2, 7, 16])
+    """
+
+    def __init__(self, layer, dim, width):
+        super().__init__()
+        self.layer, self.norm = layer, nn.LayerNorm(dim)
+        self.filters = nn.Conv2d(dim, dim, (1, width), padding=(0, width // 2), groups=dim)    # three times as fast as Conv1d
+
+    @property
+    def attention(self):
+        """The attention of the layer."""
+        return self.layer.attention
+
+    def forward(self, x, alpha, mask=None, return_info=False, **draw):
+        seen = self.norm(x) if mask is None else self.norm(x).masked_fill(~mask[..., None], 0)
+        x = x + self.filters(seen.mT[:, :, None])[:, :, 0].mT
+        return self.layer(x, alpha, mask, return_info, **draw)
+
+
+# %% ../../nbs/atlas/96_arena.ipynb #96con002
+def _pass(lengths, size, generator, window=50):
+    """Batches of a pass, of similar lengths, in random order."""
+    order = torch.randperm(len(lengths), generator=generator)[:len(lengths) // size * size]
+    order = torch.cat([some[lengths[some].argsort(stable=True)] for some in order.split(window * size)])
+    batches = order.split(size)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator)]
+
+
+def similar(row, setting, data, seed, epoch):
+    """Batches of sequences of similar length, cut to the longest of each."""
+    (inputs, labels), size, count = data["train"], setting["batch"], setting["epoch"]
+    passes = len(labels) // size
+    for turn, steps in groupby(range(epoch * count, (epoch + 1) * count), lambda step: step // passes):
+        batches = _pass(inputs["lengths"], size, torch.Generator().manual_seed(10_000 * seed + turn))
+        for step in steps:
+            rows = batches[step % passes]
+            longest = int(inputs["lengths"][rows].max())
+            yield {"inputs": {"tokens": inputs["tokens"][rows, :longest], "lengths": inputs["lengths"][rows]},
+                   "labels": labels[rows]}
+
+
+# %% ../../nbs/atlas/96_arena.ipynb #96con003
+_BEHIND = ("no attention", "full", "hard 256", "SBM", "soft 256", "random 256", "random masks", "soft 512",
+           "Linearized", "Performer", "Linformer", "Reformer")
+
+
+def _behind(task, row, setting, data):
+    """The network of a row, each layer behind a convolution."""
+    net = network(task, row, setting, data)
+    layers, dim = net.encoder.layers, net.encoder.dim
+    for i, layer in enumerate(layers):
+        layers[i] = BehindConvolution(layer, dim, setting["convolution"])
+    return net
+
+
+def convolved(task):
+    """The study of a task whose layers stand behind convolutions."""
+    plain, rows = settings(task), {row: options for row, options in methods(task).items() if row in _BEHIND}
+    toy, data, *larger = plain["data"]
+    more = {"data": (toy, data | dict(train=96_000, val=2_000, test=10_000), *larger), "convolution": (5, 35, 35, 35, "none"),
+            "official test": (False, "beside", False, False, "-"), "network": ("shared",) * 4 + ("one each",),
+            "steps": (2, 6_000, 12_000, *plain["steps"][3:]), "epoch": (1, 300, 600, 500, "-"),
+            "warm-up": (0, 500, 500, *plain["warm-up"][3:])}
+    made = _study(f"convolved_{task}", f"Rows of both papers on {task}, behind a convolution", task, FLOORS[task] | rows,
+                  plain | more, _behind)
+    return replace(made, batches=similar)
+
 
 # %% ../../nbs/atlas/96_arena.ipynb #96stu002
 def part(study, *rows):
