@@ -12,7 +12,16 @@ from sparseattn.lab.decide import Experiment
 from sparseattn.lab.study import records
 from sparseattn.samsa.models import EqualScores, SequenceNetwork, inference_modes, sampling_layers
 from sparseattn.sbm.models import density
-from sparseattn.studies import _arena, arena_image, arena_listops, arena_pathfinder, arena_retrieval, arena_text, names
+from sparseattn.studies import (
+    _arena,
+    arena_image,
+    arena_listops,
+    arena_pathfinder,
+    arena_retrieval,
+    arena_text,
+    convolved_listops,
+    names,
+)
 from sparseattn.studies._arena import CONTROLS, FEATURES, LENGTH, METHODS, TASKS
 
 STUDIES = {"listops": arena_listops.STUDY, "image": arena_image.STUDY, "text": arena_text.STUDY,
@@ -152,13 +161,74 @@ def test_official_expressions_are_test_alone(tmp_path, monkeypatch):
         labels = task.train.labels[:30].tolist()
         file.writelines(f"{label}\t( {text} )\n" for label, text in zip(labels, texts, strict=True))
     monkeypatch.setenv("SPARSEATTN_DATA", str(tmp_path))
+    beside = _arena.load("listops", SETTING["listops"] | {"data": small, "official test": "beside"})
     made = _arena.load("listops", SETTING["listops"] | {"data": small, "official test": True})
+    assert len(beside["test"][1]) == 8 and torch.equal(beside["official"][1], made["test"][1])
+    assert torch.equal(beside["train"][0]["tokens"], made["train"][0]["tokens"])
+    assert "also on 30" in beside["sources"][0]
     (test, labels), (fresh, _) = made["test"], made["train"]
     assert len(labels) == 30 and "30 official expressions" in made["sources"][0]
     found = zip(test["tokens"].numpy(), test["lengths"].tolist(), strict=True)
     assert [listops_solve(row[:n]) for row, n in found] == labels.tolist()
     rows = {row.tobytes() for row in test["tokens"].numpy()}
     assert 0 < len(fresh["tokens"]) <= 170 and not rows & {row.tobytes() for row in fresh["tokens"].numpy()}
+
+
+def test_batches_of_similar_lengths():
+    """A pass has every item once, in batches cut to their longest; other seeds and passes have others."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (230,), generator=g)
+    tokens = torch.arange(230)[:, None].expand(230, 40)
+    data, setting = {"train": ({"tokens": tokens, "lengths": lengths}, torch.arange(230))}, {"batch": 8, "epoch": 7}
+    first = [batch for epoch in range(4) for batch in _arena.similar("full", setting, data, 0, epoch)]
+    seen = torch.cat([batch["labels"] for batch in first])
+    assert len(seen) == len(seen.unique()) == 224 and len(first) == 28
+    for batch in first:
+        assert torch.equal(batch["inputs"]["lengths"], lengths[batch["labels"]])
+        assert batch["inputs"]["tokens"].shape[1] == batch["inputs"]["lengths"].max()
+        assert (batch["inputs"]["tokens"] == batch["labels"][:, None]).all()
+    assert sum(batch["inputs"]["tokens"].numel() for batch in first) < 1.2 * lengths[seen].sum()
+    again = next(_arena.similar("SBM", setting, data, 0, 0))["labels"]
+    assert torch.equal(again, first[0]["labels"])
+    assert not torch.equal(again, next(_arena.similar("full", setting, data, 1, 0))["labels"])
+    assert not torch.equal(again, next(_arena.similar("full", setting, data, 0, 4))["labels"])
+
+
+def test_rows_behind_a_convolution():
+    """The convolution sees no padding, the row without attention keeps it, the untrained floor has it too."""
+    study = convolved_listops.STUDY
+    setting = study.at("smoke")
+    data = study.data(setting)
+    assert "convolved_listops" in names() and set(study.rows) < set(arena_listops.STUDY.rows)
+    assert study.planned("cpu")["SBM"] == 3 and study.at("cpu")["network"] == study.at("paper")["network"] == "shared"
+    inputs = {name: x[:3] for name, x in data["test"][0].items()}
+    inputs["lengths"] = torch.tensor([5, 9, 12])
+    other = inputs["tokens"].clone()
+    for place, n in zip(other, inputs["lengths"], strict=True):
+        place[n:] = 1
+    for row in ("no attention", "full", "hard 256", "SBM"):
+        net = study.network(row, setting, data).eval()
+        answers = []
+        for tokens in (inputs["tokens"], other, other.roll(1, 1)):
+            torch.manual_seed(0)
+            answers.append(net(tokens, inputs["lengths"]))
+        assert torch.equal(answers[0], answers[1])
+        layer = net.encoder.layers[0]
+        assert isinstance(layer, _arena.BehindConvolution) and layer.attention is layer.layer.attention
+        torch.nn.init.zeros_(layer.filters.weight), torch.nn.init.zeros_(layer.filters.bias)
+        torch.manual_seed(0)
+        plain = _arena.network("listops", row, setting, data).eval()
+        first = "network.encoder.layers.0."
+        plain.load_state_dict({name.replace(".layer.", "."): x for name, x in net.state_dict().items()
+                               if not name.startswith((f"{first}filters.", f"{first}norm."))})
+        answers = []
+        for one in (net, plain):
+            torch.manual_seed(0)
+            answers.append(one(**inputs))
+        torch.testing.assert_close(*answers)
+    torch.manual_seed(100)
+    expected = study.test(study.network("full", setting, data).eval(), setting, data)["test"]
+    assert np.array_equal(study.floor("untrained", setting, data, 0)["test"], expected)
 
 
 def test_missing_files_are_named(monkeypatch):
