@@ -455,8 +455,8 @@ def convolved(task):
     toy, data, *larger = plain["data"]
     more = {"data": (toy, data | dict(train=96_000, val=2_000, test=10_000), *larger), "convolution": (5, 35, 35, 35, "none"),
             "official test": (False, "beside", False, False, "-"), "network": ("shared",) * 4 + ("one each",),
-            "steps": (2, 6_000, 12_000, *plain["steps"][3:]), "epoch": (1, 300, 600, 500, "-"),
-            "warm-up": (0, 500, 500, *plain["warm-up"][3:]), "seeds": (1, 3, 3, 3, "5, 1"), "minutes": (0, 10, 20, 120, "-")}
+            "steps": (2, 12_000, 24_000, *plain["steps"][3:]), "epoch": (1, 600, 1_200, 500, "-"),
+            "warm-up": (0, 500, 500, *plain["warm-up"][3:]), "seeds": (1, 3, 3, 3, "5, 1"), "minutes": (0, 18, 30, 120, "-")}
     made = _study(f"convolved_{task}", f"Rows of both papers on {task}, behind a convolution", task, FLOORS[task] | rows,
                   plain | more, _behind)
     return replace(made, batches=similar)

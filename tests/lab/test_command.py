@@ -5,7 +5,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from sparseattn.lab.measure import REUSE
 from sparseattn.lab.study import units, without_clocks
 
 HERE = Path(__file__).parent
+ONE = dict(TOY_PROBES="no")     # one rate, and so no probes: a third of the processes
 
 
 @pytest.fixture
@@ -147,30 +147,31 @@ def test_missing_data_leave_units_out_with_one_line(clone):
 
 
 def test_a_unit_that_fails_is_told_and_the_others_go_on(clone):
-    status, text = call(clone, "toy", "--rows", "majority,linear", "--seeds", "0", TOY_FAILS="1")
+    status, text = call(clone, "toy", "--rows", "majority,linear", "--seeds", "0", TOY_FAILS="1", **ONE)
     assert status == 1 and "the toy was told to fail" in text and "failed:" in text
     assert list(records(clone)) == ["majority-0"]
 
 
 def test_a_budget_stops_and_the_next_call_goes_on(clone):
     rows = ("toy", "--rows", "linear", "--seeds", "0")
-    status, text = call(clone, *rows, "--jobs", "1", "--budget", "0.2", TOY_SECONDS="0.3")
+    status, text = call(clone, *rows, "--jobs", "1", "--budget", "0.2", TOY_SECONDS="0.3", **ONE)
     assert status == 75 and "run it again to go on" in text, text
-    assert call(clone, *rows)[0] == 0
+    assert call(clone, *rows, **ONE)[0] == 0
     assert "linear-0" in records(clone)
 
 
 def test_two_commands_train_every_unit_once(clone):
-    both = [start(clone, "toy", "--rows", "linear", "--seeds", "0", TOY_SECONDS="0.02") for _ in range(2)]
+    both = [start(clone, "toy", "--rows", "linear", TOY_SECONDS="0.02", **ONE) for _ in range(2)]
     text = [process.communicate(timeout=300)[0] for process in both]
-    assert {process.returncode for process in both} <= {0, 75} and len(records(clone)) == 3, text
+    assert {process.returncode for process in both} <= {0, 75}, text
+    assert list(records(clone)) == ["linear-0", "linear-1"], text
     logs = [p.read_text() for p in clone.rglob("log.txt")]
     assert not any("Traceback" in log for log in logs)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves(clone, number):
-    process = start(clone, "toy", "--rows", "linear", "--seeds", "0", "--jobs", "1", TOY_SECONDS="0.2")
+    process = start(clone, "toy", "--rows", "linear", "--seeds", "0", "--jobs", "1", TOY_SECONDS="0.2", **ONE)
     while not list(clone.rglob("checkpoint.pt")) and process.poll() is None:
         time.sleep(0.2)
     process.send_signal(number)
@@ -197,19 +198,16 @@ def test_a_unit_that_could_not_say_why_it_failed(clone, monkeypatch):
 
 
 def test_kills_and_a_full_disk_give_the_same_record(clone, tmp_path):
-    """Ten kills of the training process, at moments drawn with a fixed seed; then no room for a checkpoint."""
+    """Five kills of the training process, at moments drawn with a fixed seed; then no room for a checkpoint."""
     whole = tmp_path / "whole"
     whole.mkdir()
     (whole / "settings.ini").touch()
-    for rate in ("0.1", "0.01"):
-        assert call(whole, "toy", "--unit", f"linear-rate-{rate}")[0] == 0
-    shutil.copytree(whole / "figures", clone / "figures")
-    assert call(whole, "toy", "--unit", "linear-0")[0] == 0
+    assert call(whole, "toy", "--unit", "linear-0", **ONE)[0] == 0
     moments = random.Random(0)
-    for number in range(10):
+    for number in range(5):
         for old in clone.rglob("progress.json"):
             old.unlink()
-        process = start(clone, "toy", "--unit", "linear-0", TOY_SECONDS="0.1")
+        process = start(clone, "toy", "--unit", "linear-0", TOY_SECONDS="0.1", **ONE)
         while not list(clone.rglob("progress.json" if number else "checkpoint.pt")):
             assert process.poll() is None
             time.sleep(0.02)
@@ -218,10 +216,10 @@ def test_kills_and_a_full_disk_give_the_same_record(clone, tmp_path):
         assert process.wait() == -signal.SIGKILL
     kept = next(clone.rglob("checkpoint.pt"))
     before = kept.read_bytes()
-    status, text = call(clone, "toy", "--unit", "linear-0", limit=partial(small_files, len(before) // 2))
+    status, text = call(clone, "toy", "--unit", "linear-0", limit=partial(small_files, len(before) // 2), **ONE)
     assert status == 1 and "File too large" in text and "Traceback" not in text, text
     assert kept.read_bytes() == before and not list(kept.parent.glob(".checkpoint*"))
-    assert call(clone, "toy", "--unit", "linear-0")[0] == 0
+    assert call(clone, "toy", "--unit", "linear-0", **ONE)[0] == 0
     assert without_clocks(records(clone)["linear-0"]) == without_clocks(records(whole)["linear-0"])
 
 
@@ -233,5 +231,5 @@ def test_it_works_without_jupyter(clone):
     for name in absent:
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text(f"raise ImportError('{name} is not there')")
-    status, text = call(clone, "toy", "--rows", "linear", "--seeds", "0", PYTHONPATH=str(blocked))
-    assert status == 0 and len(records(clone)) == 3, text
+    status, text = call(clone, "toy", "--rows", "linear", "--seeds", "0", PYTHONPATH=str(blocked), **ONE)
+    assert status == 0 and list(records(clone)) == ["linear-0"], text

@@ -8,7 +8,8 @@ from sparseattn.lab.study import Study
 from torch import nn
 
 ROWS = {"majority": dict(floor=True), "linear": dict(hidden=0), "hidden layer": dict(hidden=8)}
-SETTINGS = {"steps": (12, 60, 60, 60, "-"), "epoch": (4, 20, 20, 20, "-"), "rates": ([1e-1, 1e-2],) * 4 + ("-",),
+RATES = [1e-1] if os.environ.get("TOY_PROBES") == "no" else [1e-1, 1e-2]
+SETTINGS = {"steps": (12, 60, 60, 60, "-"), "epoch": (4, 20, 20, 20, "-"), "rates": (RATES,) * 4 + ("-",),
             "probe": (2, 4, 4, 4, "-"), "seeds": (1, 2, 2, 2, "-"), "minutes": (0, 1, 1, 1, "-")}
 
 
