@@ -215,8 +215,8 @@ def test_per_sample_gradients():
             torch.testing.assert_close(found[name][i], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"codes": "features"}, {"combine": "union"},
-                                     {"kernel": "softmax"}])
+@pytest.mark.parametrize("options", [{}, {"tied": True, "codes": "features"},
+                                     {"combine": "union", "kernel": "softmax"}])
 def test_compiles_in_one_piece(options):
     """With a mask, at lengths below and above a block, values and gradients as without."""
     module, (x, coords, mask) = layer(**options), layer_inputs()
