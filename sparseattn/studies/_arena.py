@@ -324,6 +324,7 @@ def updates(model, inputs):
     """What attention adds to a token over the size of the token, mean over real tokens: a number a layer."""
     seen, hooks = [], []
     for layer in model.encoder.layers:
+        layer = getattr(layer, "layer", layer)    # behind a convolution: what comes out of that
         hooks.append(layer.register_forward_pre_hook(lambda layer, given: seen.append([given[0]])))
         hooks.append(layer.attention.register_forward_hook(lambda layer, given, out: seen[-1].append(out[0])))
     try:

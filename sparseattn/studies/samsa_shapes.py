@@ -149,12 +149,16 @@ def by_density(levels, points):
 
 # %% ../../nbs/samsa/75_shapes.ipynb #b28828de
 def in_all_modes(test):
-    """A study's test in every inference mode of a network: in the first under "test", in others under their names."""
+    """A study's test in every inference mode of a network: all parts in the first, "test" in others under their names."""
     def tested(model, setting, data):
         modes = inference_modes(model)
-        found = {mode: test(set_inference(model, mode), setting, data)["test"] for mode in modes}
-        return {"test": found.pop(modes[0])} | found if modes else test(model, setting, data)
+        if not modes:
+            return test(model, setting, data)
+        first, *others = modes
+        found = test(set_inference(model, first), setting, data)
+        return found | {mode: test(set_inference(model, mode), setting, data)["test"] for mode in others}
     return tested
+
 
 # %% ../../nbs/samsa/75_shapes.ipynb #a6347508
 def _keys(samples, setting):
