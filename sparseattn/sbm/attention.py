@@ -258,7 +258,7 @@ def _known(pairs, edges, n):
 
 
 def _absence(a, z, pairs, sampler):
-    "Zeros, whose gradient goes to p / 2(1 - p)."
+    "Zeros, whose gradient goes to p, divided by 2 (1 - p), which is held fixed."
     odds = _chance(edge_products(a.detach(), z.detach(), pairs), sampler)
     through = straight_through_presence(a, z, pairs)
     return (through - through.detach()) / _left(odds) / 2
