@@ -437,8 +437,7 @@ def similar(row, setting, data, seed, epoch):
 
 
 # %% ../../nbs/atlas/96_arena.ipynb #96con003
-_BEHIND = ("no attention", "full", "hard 256", "SBM", "soft 256", "random 256", "random masks", "soft 512",
-           "Linearized", "Performer", "Linformer", "Reformer")
+_BEHIND = {"no attention": 3, "full": 3, "hard 256": 1, "SBM": 1}          # trainings
 
 
 def _behind(task, row, setting, data):
@@ -452,12 +451,12 @@ def _behind(task, row, setting, data):
 
 def convolved(task):
     """The study of a task whose layers stand behind convolutions."""
-    plain, rows = settings(task), {row: options for row, options in methods(task).items() if row in _BEHIND}
+    plain, rows = settings(task), {row: METHODS[row] | dict(seeds=seeds) for row, seeds in _BEHIND.items()}
     toy, data, *larger = plain["data"]
     more = {"data": (toy, data | dict(train=96_000, val=2_000, test=10_000), *larger), "convolution": (5, 35, 35, 35, "none"),
             "official test": (False, "beside", False, False, "-"), "network": ("shared",) * 4 + ("one each",),
             "steps": (2, 12_000, 24_000, *plain["steps"][3:]), "epoch": (1, 600, 1_200, 500, "-"),
-            "warm-up": (0, 500, 500, *plain["warm-up"][3:]), "seeds": (1, 3, 3, 3, "5, 1"), "minutes": (0, 18, 30, 120, "-")}
+            "warm-up": (0, 500, 500, *plain["warm-up"][3:]), "minutes": (0, 18, 30, 120, "-")}
     made = _study(f"convolved_{task}", f"Rows of both papers on {task}, behind a convolution", task, FLOORS[task] | rows,
                   plain | more, _behind)
     return replace(made, batches=similar)

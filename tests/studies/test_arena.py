@@ -200,7 +200,7 @@ def test_rows_behind_a_convolution():
     setting = study.at("smoke")
     data = study.data(setting)
     assert "convolved_listops" in names() and set(study.rows) < set(arena_listops.STUDY.rows)
-    assert study.planned("cpu")["SBM"] == 3 and study.at("cpu")["network"] == study.at("paper")["network"] == "shared"
+    assert study.planned("cpu")["full"] == 3 and study.at("cpu")["network"] == study.at("paper")["network"] == "shared"
     inputs = {name: x[:3] for name, x in data["test"][0].items()}
     inputs["lengths"] = torch.tensor([5, 9, 12])
     other = inputs["tokens"].clone()
