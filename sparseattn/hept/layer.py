@@ -56,7 +56,7 @@ class PointHash(_Draws):
         coord_dims: number of coordinates; the first two give aux codes.
         tables: number of hash tables m1.
         block_size: points in a block.
-        regions: number of aux codes G, from 1 to 2^20; None takes n / (4 block_size).
+        regions: number of aux codes G, from 1 to 2^20; None takes about n / (4 block_size), more where that is below 10.
         codes: where aux codes come from: "coordinates", "features" or "none".
         as_released: region sizes and sort code rounded in float32, as in the released code.
         generator: source of the draws, which are buffers: saved, moved and never trained.
@@ -228,7 +228,7 @@ class HEPTAttention(_Parts):
         coord_dims: number of coordinates.
         tables: number of hash tables m1.
         block_size: points in a block.
-        regions: number of aux codes G, from 1 to 2^20; None takes n / (4 block_size).
+        regions: number of aux codes G, from 1 to 2^20; None takes about n / (4 block_size), more where that is below 10.
         head_dim: channels of a head; None takes `dim // heads`.
         combine: "sum" (the paper) or "union", see `hept_attention`.
         codes: where aux codes come from: "coordinates" (the paper's choice), "features" (q and k), or "none" (OR only).
