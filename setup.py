@@ -25,6 +25,10 @@ setup(
     author_email=meta["author_email"],
     keywords=meta["keywords"],
     url=meta["git_url"],
+    project_urls={name: f"{meta['git_url']}/blob/{meta['branch']}/{file}"
+                  for name, file in (("Changelog", "CHANGELOG.md"), ("Notebooks", "nbs/index.ipynb"))},
+    classifiers=["Development Status :: 4 - Beta", "Intended Audience :: Science/Research", "Programming Language :: Python :: 3",
+                 "Topic :: Scientific/Engineering :: Artificial Intelligence", "Typing :: Typed"],
     license="Apache-2.0",
     packages=find_packages(include=[meta["lib_path"], meta["lib_path"] + ".*"]),
     package_data={"sparseattn": ["py.typed", "csrc/*.c", "csrc/*.h"], "sparseattn.data": ["files/*.npz", "files/*.txt"]},

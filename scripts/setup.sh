@@ -13,6 +13,9 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11, 5))' 2>/dev/n
     exit 1
 fi
 if [[ ${1:-} == --python ]]; then exit 0; fi
+if [[ -x .venv/bin/python && -n ${TORCH_SPEC:-}${PYTHON:-} ]]; then
+    echo "set-up: .venv stays as it is, with its Python and torch; delete it, so that PYTHON and TORCH_SPEC count" >&2
+fi
 
 stamp=.venv/.sparseattn
 want=$("$python" -c 'import hashlib, sys
@@ -30,7 +33,7 @@ fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-    echo "set-up: installing ${TORCH_SPEC:=torch==2.13.0} (minutes)"
+    echo "set-up: installing ${TORCH_SPEC:=$(grep '^torch==' constraints.txt)} (minutes)"
     # shellcheck disable=SC2086  # words on purpose
     pip install $TORCH_SPEC
 fi

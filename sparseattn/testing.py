@@ -452,7 +452,7 @@ def _gradients_of(module, x, coords, seed):
     module.zero_grad()
     torch.manual_seed(seed)
     module(x, coords).sin().sum().backward()
-    return [p.grad for p in module.parameters() if p.requires_grad]
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters() if p.requires_grad]
 
 
 def _trained_together(case, rank, store):

@@ -330,6 +330,12 @@ def test_nothing_names_a_private_path():
             assert not [p for p in private if p in text], name
 
 
+def test_lint():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "sparseattn", "tests", "workflow"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 # ---- README and the committed results
 
 

@@ -171,6 +171,8 @@ def test_a_budget_a_signal_and_training_anew(collection):
     made = records(collection)
     assert made.keys() == {"one", "two", "three"} and made["one"]["first"] > first and made["three"]["first"] == 0
 
+    assert "toy: 3 to train" in collection.run(*command, "--retrain", "--dry-run").stdout
+    assert not (collection.root / "build/cpu/retrain").exists()
     done = collection.run(*command, "--retrain", "--budget", "0")
     assert "toy: 3 to train" in done.stdout and records(collection) == made
     assert collection.run(*command).returncode == 0  # the order stands

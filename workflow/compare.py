@@ -24,6 +24,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 import graph
+import publish
 
 TRACE = "trace.csv"  #: lines of a clock, from which other tables are made; not compared
 CLOCK = "a clock"  #: in place of a setting: the column is a time, or memory in use
@@ -158,8 +159,6 @@ def unknown_settings(notebook: graph.Notebook) -> list[str]:
 
 def collection(root: Path, ours: Path, theirs: Path) -> list[Table]:
     """Compare all notebooks that can be compared and ran; `ours` and `theirs` are folders like figures/."""
-    import publish
-
     config = publish.settings()
     notebooks = compared(list(graph.find_notebooks(root).values()), config["whole_machine"], config["ledger"])
     pairs = ((n, ours / n.stem, theirs / n.stem) for n in notebooks)

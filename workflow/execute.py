@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import re
-import resource
 import shutil
 import sys
 import threading
@@ -113,8 +112,9 @@ def execute(root: Path, notebook: graph.Notebook, scale: str, by=by_papermill) -
         if notebook.has_parameters and not (root / notebook.run_json(scale)).exists():
             missing = notebook.run_json(scale)
             return f"{notebook.path}\n  has a parameters cell but wrote no {missing}: does it end with run.finish()?"
-        pictures.small_outputs(output)
-        pictures.small_files((root / notebook.run_json(scale)).parent)
+        if scale != "smoke":  # what is never published stays as it was drawn
+            pictures.small_outputs(output)
+            pictures.small_files((root / notebook.run_json(scale)).parent)
     except Exception as error:  # whatever it is: the copy and a readable line are left, the other notebooks go on
         return describe(error, notebook, output)
     return ""
@@ -230,6 +230,8 @@ def main(argv: list[str] | None = None) -> int:
     plan.enter(plan.read(root, args.scale))
     set_threads(args.threads)
     os.environ.update(JUPYTER_PREFER_ENV_PATH="1", PYDEVD_DISABLE_FILE_VALIDATION="1")
+    if not (root / f"nbs/{args.key}.ipynb").is_file():
+        parser.error(f"there is no nbs/{args.key}.ipynb")
     notebook = graph.read_notebook(root, Path("nbs") / f"{args.key}.ipynb")
     log = root / notebook.log(args.scale)
     graph.write_text(log, "running\n")
@@ -241,17 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     by = plain.execute if args.plain else functools.partial(by_papermill, timeout=args.timeout)
     error = execute(root, notebook, args.scale, by)
     seconds = round(time.time() - began, 1)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    peak = used.ru_maxrss // (1024 if sys.platform != "darwin" else 1024**2)
-    status = dict(
-        finished=time.time(),
-        status="failed" if error else "done",
-        seconds=seconds,
-        cpu_seconds=round(used.ru_utime + used.ru_stime, 1),
-        threads=args.threads,
-        peak_mib=peak,
-        error=error,
-    )
+    status = dict(finished=time.time(), status="failed" if error else "done", seconds=seconds, error=error)
     graph.write_text(log.with_suffix(".json"), json.dumps(status, indent=1) + "\n")
     graph.write_text(log, (error or f"done in {seconds} s") + "\n")
     if not error:

@@ -231,9 +231,14 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
+def of_verdict(verdict: str) -> str:
+    """The class of a label with a verdict."""
+    return {"holds with a condition": "condition", "false as stated": "false"}.get(verdict, verdict.replace(" ", "-"))
+
+
 def tag(text: str, kind: str = "") -> str:
     """A small coloured label."""
-    kind = kind or {"holds with a condition": "condition", "false as stated": "false"}.get(text, text.replace(" ", "-"))
+    kind = kind or of_verdict(text)
     return f'<span class="tag {escape(kind)}">{escape(text)}</span>'
 
 
@@ -381,12 +386,7 @@ def ledger_table(rows: list[dict[str, str]]) -> str:
     """The claims with their verdicts."""
     if not rows:
         return '<h2 id="ledger">Ledger</h2><p class="none">No claims recorded in this run.</p>'
-    counts = " ".join(
-        tag(
-            f"{v}: {k}", {"holds with a condition": "condition", "false as stated": "false"}.get(v, v.replace(" ", "-"))
-        )
-        for v, k in count(rows).items()
-    )
+    counts = " ".join(tag(f"{v}: {k}", of_verdict(v)) for v, k in count(rows).items())
     names = [
         k for k in ("id", "paper", "where", "statement", "kind", "verdict", "evidence", "notebook") if k in rows[0]
     ]

@@ -89,17 +89,18 @@ def again(root: Path, scale: str, unit: dict) -> Path:
     return root / f"build/{scale}/retrain/{unit['study']}/{unit['unit']}"
 
 
-def to_train(root: Path, scale: str, units: list[dict]) -> list[dict]:
-    """Units without a valid record, or ordered again, whose data are here."""
-    return [u for u in units if not u["why not"] and (not u["made"] or again(root, scale, u).exists())]
+def to_train(root: Path, scale: str, units: list[dict], retrain: bool = False) -> list[dict]:
+    """Units without a valid record, or trained anew (ordered before, or `retrain`), whose data are here."""
+    anew = (u for u in units if not u["why not"])
+    return [u for u in anew if not u["made"] or retrain or again(root, scale, u).exists()]
 
 
-def tell(root: Path, scale: str, units: list[dict]) -> list[str]:
+def tell(root: Path, scale: str, units: list[dict], retrain: bool = False, trains: bool = True) -> list[str]:
     """One line a study: which records are used, what is to be trained, what is left out and why."""
     lines = []
     for study in dict.fromkeys(unit["study"] for unit in units):
         own = [unit for unit in units if unit["study"] == study]
-        missing = to_train(root, scale, own)
+        missing = to_train(root, scale, own, retrain)
         days = sorted(unit["made"] for unit in own if unit["made"] and unit not in missing)
         out = [unit["why not"] for unit in own if unit["why not"] and not unit["made"]]
         parts = []
@@ -107,8 +108,9 @@ def tell(root: Path, scale: str, units: list[dict]) -> list[str]:
             until = f" to {days[-1]}" if days[-1] != days[0] else ""
             parts.append(f"{len(days)} record{'s' * (len(days) > 1)} of {days[0]}{until} used")
         if missing:
-            time = duration(sum(unit["minutes"] for unit in missing))
-            parts.append(f"{len(missing)} to train, about {time} of one core or GPU")
+            needed = duration(sum(unit["minutes"] for unit in missing))
+            when = "" if trains else ", in another run"
+            parts.append(f"{len(missing)} to train, about {needed} of one core or GPU{when}")
         parts += [f"{out.count(why)} left out: {why}" for why in dict.fromkeys(out)]
         lines.append(f"{study}: {', '.join(parts) or 'nothing to train'}")
     return lines

@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
             told = results(root, args.scale, args.only)
         else:
             told = [readme(root, args.scale)] if args.what == "readme" else lists(root)
-    except Refused as error:
+    except (Refused, ValueError) as error:
         say(f"not published: {error}")
         return 1
     say("\n".join([*told, f"publish {args.what} done in {time.time() - began:.0f} s"]))

@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import graph
 import plan
+import publish
 from execute import MARK
 
 TOTAL = re.compile(r"^total\s+(\d+)$")  #: Snakemake's table of jobs
@@ -142,7 +143,7 @@ def lock(root: Path) -> int | None:
 def snakemake(args: argparse.Namespace, *more: str) -> list[str]:
     """The command line: this machine's cores and its GPU, or the profile's jobs."""
     where = ["--cores", str(args.cores), "--latency-wait", "0"]
-    where += ["--resources", f"gpu_share={publish_settings()['units_per_gpu']}"]
+    where += ["--resources", f"gpu_share={publish.settings()['units_per_gpu']}"]
     if args.profile:
         where = ["--profile", str(args.profile)]
     return [
@@ -174,31 +175,24 @@ def prepare(args: argparse.Namespace) -> dict:
     Raises:
         plan.Broken: the studies cannot say what they would train.
     """
-    notebooks = graph.select(graph.find_notebooks(args.root), args.only, publish_settings()["ledger"])
+    notebooks = graph.select(graph.find_notebooks(args.root), args.only, publish.settings()["ledger"])
     imports = graph.Imports(args.root)
     studies = {name for n in notebooks.values() for name in imports.studies(n)}
     units = plan.list_units(args.root, args.scale, studies)
-    if args.retrain:
+    if args.retrain and not args.dry_run:
         plan.order_again(args.root, args.scale, units)
-    for line in plan.tell(args.root, args.scale, units):
+    for line in plan.tell(args.root, args.scale, units, args.retrain, trains=args.budget != 0):
         print(line, flush=True)
     return plan.make(
         args.root,
         args.scale,
         notebooks,
-        [] if args.budget == 0 else plan.to_train(args.root, args.scale, units),
+        [] if args.budget == 0 else plan.to_train(args.root, args.scale, units, args.retrain),
         only=args.only,
         cores=args.cores,
-        budget=args.budget if args.budget is not None or args.profile else publish_settings()["budget"].get(args.scale),
+        budget=args.budget if args.budget is not None or args.profile else publish.settings()["budget"].get(args.scale),
         cluster=bool(args.profile),
     )
-
-
-def publish_settings() -> dict:
-    """The workflow's settings."""
-    import publish
-
-    return publish.settings()
 
 
 def show_plan(args: argparse.Namespace) -> int:
@@ -245,7 +239,7 @@ def data_to_build(args: argparse.Namespace) -> dict[str, list[str]]:
         return {}
     import data
 
-    notebooks = graph.select(graph.find_notebooks(args.root), args.only, publish_settings()["ledger"])
+    notebooks = graph.select(graph.find_notebooks(args.root), args.only, publish.settings()["ledger"])
     return data.to_build(notebooks.values(), graph.Imports(args.root))
 
 

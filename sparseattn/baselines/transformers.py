@@ -762,7 +762,7 @@ class ReformerAttention(_Baseline):
             if value not in (None, 1) and value % 2:
                 raise ValueError(f"{key} must be 1 or even, got {value}")
         check_generator(generator)
-        buckets = 1 if max_buckets == 1 else buckets
+        buckets = 1 if buckets is None and max_buckets == 1 else buckets
         self.chunk, self.buckets, self.across_buckets = chunk, buckets, across_buckets
         width = -(-(buckets or max_buckets) // 2)
         self.register_buffer("rotations", torch.randn(heads, rounds, self.head_dim, width, generator=generator))

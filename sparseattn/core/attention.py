@@ -333,7 +333,7 @@ def hide_masked(x: Float[Tensor, "b *points c"], mask: Bool[Tensor, "b *points"]
 
 # %% ../../nbs/core/00_attention.ipynb #00dtyp01
 def check_dtype(x: Tensor, weight: Tensor | None) -> None:
-    """Refuse points that torch could not multiply by a weight; autocast may, but not in float64; a weight that is no tensor says itself.
+    """Refuse points that torch could not multiply by a weight; autocast may, but not in float64. A weight that is no tensor is let pass.
 
     Raises:
         TypeError: the dtypes differ.
@@ -444,7 +444,7 @@ def attention_logits(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], *
     """Logarithms of the attention weights before normalisation.
 
     Args:
-        q, k: queries and keys.
+        q, k: queries and keys; on a CPU float32 or float64 for the Gaussian kernel.
         kernel: "softmax" gives `scale * q.k`, "gaussian" gives `-scale * |q-k|^2 / 2`.
         scale: default `1/sqrt(d)` for softmax, 1 for Gaussian.
 
@@ -715,7 +715,7 @@ def edge_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], v: 
     return out.view(batch, heads, n, -1).to(dtype)
 
 # %% ../../nbs/core/00_attention.ipynb #1ed34c51
-_TWICE = "edges: each (head, query, key) may be there once, found one twice"
+_TWICE = "edges, candidates: each (head, query, key) may be there once, found one twice"
 
 
 def _check_edges(edges, graphs, n, m, name="edges"):
@@ -799,6 +799,8 @@ def _on_all_pairs(q, k, v, edges, presence, rule, candidates, absence, scale, im
         options = dict(presence=spread.view_as(pairs), rule=rule, scale=scale)
         if absence is not None:
             among = torch.zeros_like(pattern).index_put(tuple(candidates), torch.tensor(True, device=q.device))
+            if among.count_nonzero() != candidates.shape[1]:
+                raise ValueError(_TWICE)
             zeros = torch.zeros_like(spread, dtype=absence.dtype).index_put(tuple(candidates), absence)
             options |= dict(candidates=among.view_as(pairs), absence=zeros.view_as(pairs))
         return pattern_attention(q, k, v, pairs, **options)
@@ -1089,6 +1091,9 @@ def _attend_on_list(q, k, v, presence, absence, listed, absent, scale, rule):
 @torch.library.custom_op("sparseattn::edge_attention", mutates_args=())
 def _operator(q: Tensor, k: Tensor, v: Tensor, presence: Tensor | None, absence: Tensor | None, edges: Tensor,
               candidates: Tensor | None, n: int, m: int, scale: float, rule: str) -> tuple[Tensor, Tensor]:
+    for name, pairs in (("edges", edges), ("candidates", candidates)):
+        if pairs is not None:                            # a compiled program looks here, where there are values
+            _check_edges(pairs, len(q) // n, n, m, name)
     row, column, _ = _edge_list(edges, n, m)
     return _softmax_on_list(q, k, v, row, column, scale)[:2]
 
@@ -1180,11 +1185,11 @@ def _on_list(a, b, edges, ones):
     _check_edges(edges, a.shape[0] * a.shape[1], a.shape[2], b.shape[2])
     row, column, order = _edge_list(edges, a.shape[2], b.shape[2])
     rows = a.flatten(0, 2), b.flatten(0, 2)
-    if transformed(*rows):
+    if torch.compiler.is_compiling() or transformed(*rows):
         found = (rows[0][row] * rows[1][column]).sum(1)
         found = (found - found.detach() + 1 if ones else found).to(dtype)
     else:
-        found = uncompiled(_EdgeProducts.apply)(*rows, row, column, ones).to(dtype)
+        found = _EdgeProducts.apply(*rows, row, column, ones).to(dtype)
     return found if order is None else found[order.argsort()]
 
 
@@ -1239,7 +1244,8 @@ class AttentionInfo:
     Attributes:
         pattern: the pairs, as the mechanism holds them (blocks, or an edge list); its docstring says which.
         nnz: number of (query, key) weights evaluated, summed over batch, heads and tables.
-        density: `nnz` divided by the number of all pairs of real points; 0 if there are none.
+        density: `nnz` divided by heads times the number of all pairs of real points of the batch; 0 if there are none.
+            Above 1 where a pair has a weight in several tables.
         flops: floating-point operations of the forward pass, counted as multiply + add.
         extra: anything particular to the mechanism.
     """

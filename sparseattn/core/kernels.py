@@ -38,7 +38,7 @@ def append_coordinates(x: Float[Tensor, "b h n d"], coords: Float[Tensor, "b n c
         torch.Size([1, 2, 5, 5])
     """
     check_form("x", x)
-    if x.dim() != 4 or coords.shape[:2] != (x.shape[0], x.shape[2]) or omega.shape != (x.shape[1], coords.shape[-1]):
+    if x.dim() != 4 or coords.dim() != 3 or coords.shape[:2] != (x.shape[0], x.shape[2]) or omega.shape != (x.shape[1], coords.shape[-1]):
         raise ValueError(f"x (b, h, n, d), coords (b, n, c) and omega (h, c) must fit, "
                          f"got {tuple(x.shape)}, {tuple(coords.shape)}, {tuple(omega.shape)}")
     if sees_values(omega) and (omega < 0).any():

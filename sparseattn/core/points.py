@@ -10,12 +10,12 @@ __all__ = ['tl', 'squared_distance', 'farthest_point_sampling', 'has_triton', 'p
 import functools
 import importlib.util
 import math
+import numbers
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from scipy.spatial import cKDTree
 from torch import Tensor
 
 from .attention import (check_choice, check_count, check_form, check_mask, check_points, has_values, hide_masked,
@@ -305,10 +305,10 @@ def _first(points, real, start):
             raise ValueError(f"start must be an integer or integers of shape {(b,)}, got {start.dtype} "
                              f"of shape {tuple(start.shape)}")
         start = start.long().to(points.device)
-    elif not isinstance(start, int) or isinstance(start, bool):
+    elif not isinstance(start, numbers.Integral) or isinstance(start, bool):
         raise TypeError(f"start must be an integer, a tensor or a name, got {type(start).__name__}")
     else:
-        start = torch.full((b,), start, device=points.device)
+        start = torch.full((b,), int(start), device=points.device)
     if sees_values(start, memory=True) and (
             ((start < 0) | (start >= n)).any() or not real.gather(1, start[:, None]).all()):
         raise ValueError(f"start must be the number of a real point, got {start.tolist()} with {n} points")
@@ -454,6 +454,8 @@ def _search(points, queries, k, candidates):
 
 # %% ../../nbs/core/04_points.ipynb #f7327d89
 def _by_tree(points, queries):
+    from scipy.spatial import cKDTree       # a quarter of what importing the package takes, torch aside
+
     tree = cKDTree(points.numpy())
 
     def candidates(rows, number):
@@ -477,7 +479,7 @@ def _by_product(points, queries):
 # %% ../../nbs/core/04_points.ipynb #06f6f7a3
 def _nearest_fast(points, queries, real, k):
     points, queries = points.double(), queries.double()
-    tree = points.shape[2] <= 6 and points.shape[1] >= 512
+    tree = points.shape[2] <= 6 and points.shape[1] >= 512 and not any((x.abs() > 1e150).any() for x in (points, queries))
     out = torch.empty(*queries.shape[:2], k, dtype=torch.long, device=points.device)
     for cloud, (x, y, keep) in enumerate(zip(points, queries, real, strict=True)):
         number = keep.nonzero().squeeze(1)
@@ -609,7 +611,7 @@ def invert(order: Int[Tensor, "... n"]) -> Int[Tensor, "... n"]:
         tensor([1, 2, 0])
     """
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+    return torch.empty_like(order).scatter_(-1, order.long(), places.to(order.dtype))
 
 # %% ../../nbs/core/04_points.ipynb #fcb0cceb
 def group(points: Float[Tensor, "b n c"], centres: Int[Tensor, "b m"], k: int, *,

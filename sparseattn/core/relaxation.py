@@ -158,9 +158,10 @@ def plackett_luce(scores: Float[Tensor, "*shape n"], order: Int[Tensor, "*shape 
     if sees_values(order) and (drawn.sum(-2) > 1).any():
         raise ValueError("order must hold each item at most once")
     before = (drawn.cumsum(-2) - drawn).bool()
-    left = scores[..., None, :].masked_fill(before, -torch.inf).logsumexp(-1)
     chosen = scores.gather(-1, order)
-    return torch.where(chosen == -torch.inf, chosen, chosen - left.masked_fill(chosen == -torch.inf, 0)).sum(-1)
+    never = chosen == -torch.inf                          # an item that is never drawn; no row is left all -inf, for gradients
+    left = scores[..., None, :].masked_fill(before, -torch.inf).masked_fill(never[..., None], 0).logsumexp(-1)
+    return torch.where(never, chosen, chosen - left).sum(-1)
 
 # %% ../../nbs/core/03_relaxation.ipynb #6b99ff18
 def check_scores(name: str, scores: Float[Tensor, "..."], dim: int, need: int = 1) -> None:
@@ -330,7 +331,8 @@ def mean_gumbel_softmax(logits: Float[Tensor, "n"], *, tau: float = 1.0) -> Floa
         Probabilities, differentiable by the logits. dtype as `logits`, computed in float64.
 
     Raises:
-        TypeError, ValueError: logits that are not floating, finite and of one dimension; tau out of range.
+        TypeError, ValueError: logits that are not floating, finite and of one dimension, or more than 1000 max(1, tau)
+            apart; tau out of range.
 
     Example:
         >>> mean_gumbel_softmax(torch.tensor([0.1, 0.2, 0.3, 0.4]).log())

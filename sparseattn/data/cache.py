@@ -273,6 +273,17 @@ def _cuts(count: int, batch_size: int, *, generator, shuffle: bool, drop_last: b
     order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
     return order.to(device).split(batch_size)[: count // batch_size if drop_last else None]
 
+
+def _chosen(index, count: int):
+    """Numbers of the chosen examples, an int64 tensor: those given, or the places where a mask over all is True."""
+    import torch
+    index = torch.as_tensor(index if isinstance(index, np.ndarray | torch.Tensor) else list(index))
+    if index.dtype != torch.bool:
+        return index.long()
+    if index.shape != (count,):
+        raise ValueError(f"index: expected a mask of {count}, got one of shape {tuple(index.shape)}")
+    return index.nonzero()[:, 0]
+
 # %% ../../nbs/data/10_cache.ipynb #4a8a13ab
 def _places(root: str | Path | None) -> list[Path]:
     """Folders of data: `root` alone where it is given, else SPARSEATTN_DATA and what was built."""

@@ -439,7 +439,7 @@ def _angles(vector: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def features14(xyz: np.ndarray, sensor: np.ndarray, cells_u: np.ndarray, cells_v: np.ndarray,
                charge: np.ndarray) -> np.ndarray:
-    """The 14 features of the paper's Table 5, unscaled.
+    """The 14 features that the paper's Table 5 names, as its code computes them, unscaled.
 
     Args:
         xyz: (n, 3) mm. sensor: (n,) index into `detector()`. cells_u, cells_v: (n,) extent of the cluster.
@@ -881,7 +881,7 @@ def load_pixel54(path: str | Path | None = None, *, events: Sequence[int] | None
     path = data_path("trackml_pixel54", "pixel54.npz") if path is None else Path(path)
     a = _plain_file(path, ("xyz_um", "volume", "layer", "label", "label_inferred", "offsets", "event_id"))
     count = len(a["event_id"])
-    if bad := [k for k in events or [] if not 0 <= k < count]:
+    if bad := [k for k in (() if events is None else events) if not 0 <= k < count]:
         raise ValueError(f"events: expected places 0 to {count - 1}, got {bad[0]}")
     return [_pixel54(a, k, inferred) for k in (range(count) if events is None else events)]
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import _cuts, _watched, cached, data_path, have_data, load_arrays, save_arrays, work_through
+from .cache import (_chosen, _cuts, _watched, cached, data_path, have_data, load_arrays,
+                                   save_arrays, work_through)
 from .exact import cos, exp, log, sin
 
 # %% ../../nbs/data/14_gestures.ipynb #f1a320af
@@ -537,8 +538,8 @@ class Gestures:
         return tuple(dict.fromkeys(stream.user for stream in self.streams))
 
     def subset(self, index: Sequence[int] | Tensor) -> "Gestures":
-        """The streams with these numbers, in this order."""
-        return dataclasses.replace(self, streams=tuple(self.streams[int(i)] for i in index))
+        """The streams with these numbers, in this order, or where a mask is True."""
+        return dataclasses.replace(self, streams=tuple(self.streams[i] for i in _chosen(index, len(self)).tolist()))
 
     def named(self) -> "Gestures":
         """The streams of the ten named gestures, without "other"."""
@@ -827,7 +828,8 @@ def plot_clouds(streams: Sequence[Stream], *, begin: float = 0.0, seconds: float
     """Streams as clouds in space and time, each with a snapshot (PAT, Figure 4).
 
     Args:
-        streams: what to draw, row by row. begin, seconds: the stretch of time. most: events drawn of each.
+        streams: what to draw, row by row. begin, seconds: the stretch of time.
+        most: of n events of each every k-th is drawn, k = n // most, so fewer than twice as many.
         columns: streams a row. titles: above them; None = the names of the classes.
 
     Returns:
@@ -865,7 +867,7 @@ def _snapshot(stream: Stream, middle: float, width: float = 30_000) -> np.ndarra
 
 
 def _scatter(axis, stream: Stream, begin: float, seconds: float, most: int) -> None:
-    """Events in a box of time, column and height."""
+    """Events in a box of time, column and height: every k-th of n, k = n // most."""
     rows = np.flatnonzero((stream.t >= 1e6 * begin) & (stream.t < 1e6 * (begin + seconds)))
     rows = rows[:: max(len(rows) // most, 1)]
     for up, tint in enumerate(_TINTS):
@@ -936,8 +938,8 @@ class Clips:
         return self.gestures.labels[self.stream]
 
     def subset(self, index: Sequence[int] | Tensor) -> "Clips":
-        """The windows with these numbers, in this order."""
-        index = torch.as_tensor(index, dtype=torch.int64)
+        """The windows with these numbers, in this order, or where a mask is True."""
+        index = _chosen(index, len(self))
         return dataclasses.replace(self, **{n: getattr(self, n)[index] for n in ("stream", "start", "first", "last")})
 
 # %% ../../nbs/data/14_gestures.ipynb #eb6066f5

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Int, Integer
 from torch import Tensor
 
-from .cache import _whole, data_path, have_data
+from .cache import _chosen, _whole, data_path, have_data
 
 # %% ../../nbs/data/17_glue.ipynb #fd2bdd15
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class Examples:
         return len(self.first)
 
     def subset(self, index: Iterable[int]) -> "Examples":
-        """The examples with these numbers, in this order."""
-        index = [int(i) for i in index]
+        """The examples with these numbers, in this order, or where a mask is True."""
+        index = _chosen(index, len(self)).tolist()
         second = None if self.second is None else [self.second[i] for i in index]
         return Examples([self.first[i] for i in index], second, self.labels[torch.tensor(index, dtype=torch.long)])
 

@@ -204,6 +204,8 @@ def load_workshop(count: int | None = None, *, pileup: float = 120, seed: int = 
                   path: str | Path | None = None) -> list[ParticleCloud]:
     """Crossings mixed from the events of the CERN pile-up workshop 2014; 20 of two jets, soft ones are drawn again.
 
+    All crossings draw from the same 100 soft events: parts cut from them share soft events.
+
     Args:
         count: only the first so many; None for 20, each with its own jets.
         pileup: mean number of soft events in a crossing. seed: of draws and turns.

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from scipy import linalg, sparse
 from torch import Tensor
 
-from .cache import (_cuts, _shipped, cached, data_path, have_data, load_arrays, save_arrays,
+from .cache import (_chosen, _cuts, _shipped, cached, data_path, have_data, load_arrays, save_arrays,
                                    work_through)
 from .exact import cos, product, sin
 
@@ -161,8 +161,8 @@ class Peptides:
         return self.bond_end.diff(prepend=self.bond_end.new_zeros(1))
 
     def subset(self, index: Sequence[int] | Tensor) -> "Peptides":
-        """The peptides with these numbers, in this order."""
-        return _subset(self, torch.as_tensor(index, dtype=torch.long))
+        """The peptides with these numbers, in this order, or where a mask is True."""
+        return _subset(self, _chosen(index, len(self)))
 
 # %% ../../nbs/data/18_peptides.ipynb #82f0a2c4
 def _pieces(end: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:

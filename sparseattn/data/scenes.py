@@ -990,7 +990,7 @@ class Blocks:
     Args:
         points: (b, n, 3) float32, metres; x and y from the middle of the block, z from the floor.
         features: (b, n, 3) float32 colours in 0..1, or (b, n, 6) with the place in the room, 0..1, behind them.
-        labels: (b, n) int64. mask: (b, n) bool, True = counts; each point of a room at most once.
+        labels: (b, n) int64. mask: (b, n) bool, True = counts; in blocks made here each point at most once.
         index: (b, n) int64, number of the point in its room, -1 where unknown. room: (b,) int64, place in `names`.
         areas: (b,) int64. names: of the rooms. counts: points of each room. source: the data in words.
     """

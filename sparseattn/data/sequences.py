@@ -121,7 +121,7 @@ def batches(part: Part, batch_size: int, *, generator: torch.Generator | None = 
     for rows in _cuts(len(part), batch_size, generator=generator, shuffle=shuffle, drop_last=drop_last,
                       device=part.labels.device):
         lengths = part.lengths[rows]
-        longest = max(int(lengths.max()), 1)
+        longest = max(int(lengths.max()) if lengths.numel() else 0, 1)
         mask = torch.arange(longest, device=lengths.device) < lengths[..., None]
         yield {"tokens": part.tokens[rows][..., :longest].long(), "mask": mask, "labels": part.labels[rows]}
 
@@ -424,17 +424,22 @@ def _generate_listops(counts: dict[str, int], *, seed: int, processes: tuple, pr
     return parts
 
 # %% ../../nbs/data/16_sequences.ipynb #8e528e82
-def _load_listops_tsv(path: str | Path, *, count: int | None = None) -> tuple[list[np.ndarray], np.ndarray]:
-    """Expressions of a file with columns Source and Target as tokens, the first so many, and labels (N,)."""
+def _load_listops_tsv(path: str | Path, *, count: int | None = None,
+                      max_length: float = math.inf) -> tuple[list[np.ndarray], np.ndarray]:
+    """Expressions of a file with columns Source and Target as tokens, the first so many that are shorter; labels."""
     with open(path, encoding="utf8", newline="") as file:
         rows = csv.reader(file, delimiter="\t")
         if next(rows, None) != ["Source", "Target"]:
             raise ValueError(f"{Path(path).name}: expected a header line with Source and Target")
-        pairs = [(listops_encode(source), int(target)) for source, target in itertools.islice(rows, count)]
-    for number, (tokens, label) in enumerate(pairs[:100], 2):
+        found = ((line, listops_encode(source), int(target)) for line, (source, target) in enumerate(rows, 2))
+        fits = (row for row in found if len(row[1]) < max_length)
+        kept = list(itertools.islice(fits, count))
+    for number, tokens, label in kept[:100]:
         if listops_solve(tokens) != label:
             raise ValueError(f"{Path(path).name}, line {number}: the label {label} is not the value of the expression")
-    return [tokens for tokens, _ in pairs], np.array([label for _, label in pairs], np.int64)
+    if not kept:
+        raise ValueError(f"{Path(path).name}: no expression of fewer than {max_length} symbols")
+    return [tokens for _, tokens, _ in kept], np.array([label for *_, label in kept], np.int64)
 
 # %% ../../nbs/data/16_sequences.ipynb #d828b428
 @dataclass(frozen=True)
@@ -1408,10 +1413,13 @@ def _listops(source: str, counts: dict, max_length: int | None, seed: int, how: 
              max_args: int | None = None, min_length: int | None = None) -> tuple:
     small = source == "toy"
     if source == "official":
-        path, parts = _find("listops", source, how["root"]), {}
+        if any(option is not None for option in (max_depth, max_args, min_length)):
+            raise ValueError("max_depth, max_args, min_length: expected None for the official files, "
+                             f"got {max_depth}, {max_args}, {min_length}")
+        path, parts, length = _find("listops", source, how["root"]), {}, max_length or 2000
         for part in _PARTS:
-            found = _load_listops_tsv(path.with_name(path.name.replace("train", part)), count=counts[part])
-            parts[part] = _part(*found, max_length or 2000)
+            file = path.with_name(path.name.replace("train", part))
+            parts[part] = _part(*_load_listops_tsv(file, count=counts[part], max_length=length), length)
         return "LRA ListOps, official files", 16, 10, parts
     settings = {"max_depth": max_depth or (4 if small else 10), "max_args": max_args or (5 if small else 10),
                 "min_length": (8 if small else 500) if min_length is None else min_length,
@@ -1431,6 +1439,8 @@ _TOY_PATHFINDER = PathfinderRecipe(size=16, seed_distance=3, contour=5, distract
 def _pathfinder(source: str, counts: dict, max_length: int | None, seed: int, how: dict, *,
                 recipe: PathfinderRecipe | None = None) -> tuple:
     if source == "official":
+        if recipe is not None:
+            raise ValueError(f"recipe: expected None for the official files, got {recipe}")
         folder = _find("pathfinder", source, how["root"])
         total = len(_pathfinder_rows(folder))
         wanted = _sizes(counts, (total * 8 // 10, total // 10, total // 10))
@@ -1469,9 +1479,11 @@ def _text(source: str, counts: dict, max_length: int | None, seed: int, how: dic
     fresh = np.array([text not in known for text in train[0]], bool)
     train = [text for text, new in zip(train[0], fresh, strict=True) if new], train[1][fresh]
     if source == "test-half":
+        once = list({text: k for k, text in enumerate(test[0])}.values())
+        test = [test[0][k] for k in once], test[1][once]
         rows = _slices(_stratified(test[1], seed), counts, {"train": 20_000, "val": 2_500, "test": 2_500})
         chosen = {part: (test, rows[part]) for part in rows}
-        text = "IMDB test half, split 20000/2500/2500"
+        text = f"IMDB test half, each review once, split {len(rows['train'])}/{len(rows['val'])}/{len(rows['test'])}"
     else:
         rows = _slices(_stratified(train[1], seed), counts, {"train": len(train[1]), "val": 2_500})
         rows |= _slices(_stratified(test[1], seed), counts, {"test": len(test[1])})
@@ -1552,7 +1564,7 @@ def load_task(name: str, *, source: str = "auto", train: int | None = None, val:
               **options) -> Task:
     """One of the five tasks of the Long Range Arena.
 
-    Tay et al. 2021; SBM-Transformer, Sec 4.2; SAMSA, Sec 4.
+    Tay et al. 2021; SBM-Transformer, Sec 5.2; SAMSA, Sec 5.2.
 
     Args:
         name: listops, pathfinder, text, image or retrieval.
@@ -1563,7 +1575,8 @@ def load_task(name: str, *, source: str = "auto", train: int | None = None, val:
             pictures have their own length.
         seed: of generation, splits and samples. workers: processes that generate.
         progress: show a bar while generating. root: the data folder; None = SPARSEATTN_DATA. cache: of generated data.
-        options: listops: max_depth, max_args, min_length; pathfinder: recipe; image: side (32, 16 or 8).
+        options: of generated listops: max_depth, max_args, min_length; of generated pathfinder: recipe;
+            image: side (32, 16 or 8).
 
     Returns:
         a `Task`; the same for the same arguments and files.

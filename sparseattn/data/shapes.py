@@ -26,8 +26,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .cache import (_cuts, _plain_file, _shipped, _watched, cached, data_path, have_data, load_arrays,
-                                   save_arrays, work_through)
+from .cache import (_chosen, _cuts, _plain_file, _shipped, _watched, cached, data_path, have_data,
+                                   load_arrays, save_arrays, work_through)
 from .exact import cos, product, sin
 
 # %% ../../nbs/data/12_shapes.ipynb #dada2bcd
@@ -68,9 +68,10 @@ class Shapes:
         return self.points if self.normals is None else torch.cat([self.points, self.normals], -1)
 
     def subset(self, index: Sequence[int] | Tensor) -> "Shapes":
-        """The shapes with these numbers, in this order."""
-        index = torch.as_tensor(index, dtype=torch.long)
-        words = {name: tuple(getattr(self, name)[i] for i in index.tolist()) for name in ("ids", "families")}
+        """The shapes with these numbers, in this order, or where a mask is True."""
+        index = _chosen(index, len(self))
+        known = {name: own for name in ("ids", "families") if (own := getattr(self, name))}
+        words = {name: tuple(own[i] for i in index.tolist()) for name, own in known.items()}
         return dataclasses.replace(self, **_each(self, lambda value: value[index]), **words)
 
     def to(self, device: str | torch.device) -> "Shapes":
@@ -885,8 +886,13 @@ def _unpack_clouds(a: dict[str, np.ndarray]) -> tuple:
     return a["points"].astype(np.float32) / 32767, normals, a.get("parts")
 
 # %% ../../nbs/data/12_shapes.ipynb #12text02
-def _text_clouds(name: str, files: Sequence[Path], points: int, seed: int | None, progress: bool) -> tuple:
-    """Clouds of text files: x y z nx ny nz and perhaps a part; the first n rows, or n random ones."""
+def _exchanged(x: np.ndarray) -> np.ndarray:
+    """y and z exchanged: the resampled ModelNet files are reflections of the meshes."""
+    return x[..., [0, 2, 1]]
+
+
+def _text_clouds(name: str, files: Sequence[Path], points: int, seed: int | None, progress: bool, up=_upright) -> tuple:
+    """Clouds of text files: x y z nx ny nz and perhaps a part; the first n rows, or n random ones; `up` turns them."""
     facts = "\n".join(f"{file.parent.name}/{file.name} {file.stat().st_size}" for file in files)
 
     def build() -> dict[str, np.ndarray]:
@@ -900,10 +906,10 @@ def _text_clouds(name: str, files: Sequence[Path], points: int, seed: int | None
             clouds.append(rows)
         rows = np.stack(clouds)
         parts = rows[..., 6] if rows.shape[-1] > 6 else None
-        return _pack_clouds(_upright(rows[..., :3]), _upright(rows[..., 3:6]), parts)
+        return _pack_clouds(up(rows[..., :3]), up(rows[..., 3:6]), parts)
 
     params = {"files": hashlib.sha256(facts.encode()).hexdigest(), "points": points, "seed": seed}
-    return _unpack_clouds(cached(f"shapes-{name}", params, build, version=1))
+    return _unpack_clouds(cached(f"shapes-{name}", params, build, version=2))
 
 # %% ../../nbs/data/12_shapes.ipynb #7d680847
 def _modelnet_txt(folder: Path, count: int, points: int, split: str, progress: bool) -> Shapes:
@@ -911,7 +917,7 @@ def _modelnet_txt(folder: Path, count: int, points: int, split: str, progress: b
     classes = (folder / f"modelnet{count}_shape_names.txt").read_text(encoding="utf8").split()
     names = [one.rsplit("_", 1)[0] for one in ids]
     files = [folder / name / f"{one}.txt" for name, one in zip(names, ids, strict=True)]
-    clouds = _text_clouds(f"modelnet{count}", files, points, None, progress)
+    clouds = _text_clouds(f"modelnet{count}", files, points, None, progress, _exchanged)
     labels = np.array([classes.index(name) for name in names])
     source = f"ModelNet{count}, official resampled text files, official {split} part, first {points:,} points of each"
     return _shapes(f"modelnet{count}", source, clouds, labels, classes, ids=ids)
@@ -960,7 +966,7 @@ def _modelnet40_subset(root, points: int, split: str, progress: bool) -> Shapes:
     names = a["class_names"][a["label"]]
     rows = np.flatnonzero(np.isin(names, _COMPLETE) & (a["split"] == split))
     _fit(points, a["xyz_normal_i16"].shape[1], "the compact ModelNet40")
-    x = _upright(a["xyz_normal_i16"][rows, :points].astype(np.float32).reshape(len(rows), -1, 2, 3) / 32767)
+    x = _exchanged(a["xyz_normal_i16"][rows, :points].astype(np.float32).reshape(len(rows), -1, 2, 3) / 32767)
     labels = np.array([_COMPLETE.index(name) for name in names[rows]])
     normals = x[..., 1, :] / np.linalg.norm(x[..., 1, :], axis=-1, keepdims=True).clip(1e-9)
     source = (f"four complete classes of ModelNet40 (resampled, with normals), official {split} part, first {points:,} "
@@ -1490,7 +1496,8 @@ def learning_parts(name: str, *, validation: int, points: int = 1024, root: str 
         raise ValueError(f"validation: expected 0 to {len(train) - 1}, got {validation}")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     held, rest = order[:validation], order[validation:]
-    return {"sources": [train.source.replace("train part", "split")], "_classes": train.classes,
+    source = train.source.replace("train part of our split", "our split").replace("train part", "split")
+    return {"sources": [source], "_classes": train.classes,
             "train": (train.points[rest], train.labels[rest]), "val": (train.points[held], train.labels[held]),
             "test": (test.points, test.labels)}
 
@@ -1512,5 +1519,8 @@ def missing_shapes(name: str) -> str:
         >>> missing_shapes("fixture")
         ''
     """
-    there = name in shape_sets()
-    return "" if there else f"{name} needs its official files, in a folder that SPARSEATTN_DATA names"
+    if name in shape_sets():
+        return ""
+    if name in _OURS:
+        return f"{name} is not built; build_{name.removesuffix('part')} makes it from a Debian package"
+    return f"{name} needs its official files, in a folder that SPARSEATTN_DATA names"

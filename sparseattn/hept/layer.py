@@ -44,7 +44,8 @@ class _Draws(nn.Module):
             return buckets
         points = buckets.new_full((batch,), n) if mask is None else mask.sum(-1).to(buckets.dtype)
         total = (points / (4 * self.block_size)).clamp(min=1).view(1, batch, 1, 1)
-        return (buckets * (total / 150.0) ** (1 / buckets.shape[-1])).clamp(min=1)
+        scaled = buckets * (total / 150.0) ** (1 / buckets.shape[-1])
+        return torch.minimum(scaled.clamp(min=1), total)
 
 # %% ../../nbs/hept/38_layer.ipynb #8fd62205
 class PointHash(_Draws):
@@ -56,7 +57,7 @@ class PointHash(_Draws):
         coord_dims: number of coordinates; the first two give aux codes.
         tables: number of hash tables m1.
         block_size: points in a block.
-        regions: number of aux codes G, from 1 to 2^20; None takes about n / (4 block_size), more where that is below 10.
+        regions: number of aux codes G, from 1 to 2^20; None takes about n / (4 block_size).
         codes: where aux codes come from: "coordinates", "features" or "none".
         as_released: region sizes and sort code rounded in float32, as in the released code.
         generator: source of the draws, which are buffers: saved, moved and never trained.
@@ -228,7 +229,7 @@ class HEPTAttention(_Parts):
         coord_dims: number of coordinates.
         tables: number of hash tables m1.
         block_size: points in a block.
-        regions: number of aux codes G, from 1 to 2^20; None takes about n / (4 block_size), more where that is below 10.
+        regions: number of aux codes G, from 1 to 2^20; None takes about n / (4 block_size).
         head_dim: channels of a head; None takes `dim // heads`.
         combine: "sum" (the paper) or "union", see `hept_attention`.
         codes: where aux codes come from: "coordinates" (the paper's choice), "features" (q and k), or "none" (OR only).

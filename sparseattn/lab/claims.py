@@ -120,6 +120,8 @@ def _verdict(stated, second=None, argument=None, condition=None, typo=None, shar
         return "ambiguous", f"readings: as put here it {_ended(stands)}, as {second[0]!r} it {_ended(second[1])}"
     if stands and argument and not argument[1]:
         return "does not follow", f"argument: {argument[0]}"
+    if stated is None:
+        return "undecided", "neither proved nor refuted; the step of its argument that was checked stands"
     if stands and passed(sharper):
         return "loose", f"sharper: {sharper[0]}"
     if stands:

@@ -49,7 +49,7 @@ class Interval:
 
     @property
     def resolution(self) -> float:
-        """The longer half of the interval: what is found below it does not leave out zero."""
+        """The longer half of the interval: what is found at or above it leaves out zero; below it, it may not."""
         return math.inf if self.over == "items only" else max(self.high - self.value, self.value - self.low)
 
     def __str__(self):
@@ -457,7 +457,7 @@ def _expected(paper, tolerance, printed):
 def _by_direction(paper, printed):
     if paper is None:
         return "on the expected side; a difference within the tolerance of 0 is not left out"
-    return f"the direction is {'that of the paper' if printed else 'as expected'}, the value is not met"
+    return f"the direction is {'that of the paper' if printed else 'as expected'}; values outside the tolerance are not left out"
 
 # %% ../../nbs/lab/82_decide.ipynb #65277117
 @dataclass(frozen=True, eq=False)

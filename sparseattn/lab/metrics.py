@@ -184,7 +184,8 @@ def average_precision(
         A number in (0, 1]; a ranking at random gives the share of positives on average.
 
     Raises:
-        ValueError: lengths differ, labels are not 0/1, scores are not finite, or there is no positive.
+        ValueError: lengths differ, or of what counts labels are not 0/1, scores not finite, or none is positive.
+        TypeError: not numbers.
         ImportError: scikit-learn is not installed.
 
     Example:
@@ -194,11 +195,10 @@ def average_precision(
     scores, labels = _numbers("scores", scores), _numbers("labels", labels)
     if mask is not None:
         mask = _numbers("mask", mask)
-        if mask.shape != labels.shape or mask.dtype != torch.bool:
+        if mask.shape != labels.shape or mask.shape != scores.shape or mask.dtype != torch.bool:
             raise ValueError(f"mask: expected bool {tuple(labels.shape)}, got {_kind(mask)}")
-    _check_ranking(scores, labels)
-    if mask is not None:
         scores, labels = scores[mask], labels[mask]
+    _check_ranking(scores, labels)
     if not labels.bool().any():
         raise ValueError("labels: no positive, so precision-recall is not defined")
     return float(_scikit_learn().average_precision_score(labels.numpy().astype(int), scores.double().numpy()))

@@ -191,5 +191,7 @@ def _check_parts(predicted, parts, labels, part_sets, mask):
             raise ValueError(f"{name}: expected {tuple(shape)}, got {tuple(x.shape)}")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask: expected bool, got {mask.dtype}")
+    if not mask.any(1).all():
+        raise ValueError("mask: a shape has no point that counts")
     if not 0 <= int(labels.min()) <= int(labels.max()) < len(part_sets):
         raise ValueError(f"labels: expected 0 to {len(part_sets) - 1}, got {int(labels.min())} to {int(labels.max())}")

@@ -31,7 +31,7 @@ from .measure import REUSE
 # %% ../../nbs/lab/21_train.ipynb #921feba1
 @dataclasses.dataclass(frozen=True)
 class Optimiser:
-    """How weights move: "adam", "adamw" or "sgd"; clip = largest gradient norm (None = no limit)."""
+    """How weights move: "adam", "adamw" or "sgd" (momentum betas[0]); clip = largest gradient norm (None = no limit)."""
 
     name: str = "adam"
     lr: float = 1e-3
@@ -52,8 +52,8 @@ class Optimiser:
 # %% ../../nbs/lab/21_train.ipynb #21sch002
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How lr changes: "constant"; "step" (x gamma every `every` epochs); "plateau" (x gamma after `patience` epochs
-    without a better validation); "cosine" (to 0 over all epochs or steps). `warmup`: first steps, of a run in steps."""
+    """How lr changes: "constant"; "step" (x gamma every `every` epochs); "plateau" (x gamma after more than
+    `patience` epochs in a row without a better validation); "cosine" (to 0 over all epochs or steps). `warmup`: first steps, of a run in steps."""
 
     kind: str = "constant"
     every: int = 500
@@ -73,7 +73,8 @@ class Schedule:
             return lr.LambdaLR(optimiser, lambda step: self.factor(step, steps))
         kinds = {"constant": lambda: lr.ConstantLR(optimiser, factor=1.0),
                  "step": lambda: lr.StepLR(optimiser, self.every, self.gamma),
-                 "plateau": lambda: lr.ReduceLROnPlateau(optimiser, "max", factor=self.gamma, patience=self.patience),
+                 "plateau": lambda: lr.ReduceLROnPlateau(optimiser, "max", factor=self.gamma, patience=self.patience,
+                                                            threshold=0.0),
                  "cosine": lambda: lr.CosineAnnealingLR(optimiser, epochs)}
         if self.kind not in kinds:
             raise ValueError(f"schedule: expected one of {sorted(kinds)}, got {self.kind!r}")
@@ -261,12 +262,12 @@ _NUMBERS = ("epoch", "batch", "step", "total", "seconds", "cpu_seconds", "stoppe
 def _save(state: _State, session: "_Session"):
     """Write the checkpoint, after a look at what it holds."""
     _look(state)
+    if not torch.stack([torch.isfinite(x).all() for x in state.model.parameters()]).all():
+        raise FloatingPointError(f"weights are not finite after step {state.step - 1}; no checkpoint is written")
     session.tick(state)
     session.saved = time.monotonic()
     if session.path is None:
         return
-    if not torch.stack([torch.isfinite(x).all() for x in state.model.parameters()]).all():
-        raise FloatingPointError(f"weights are not finite after step {state.step - 1}; no checkpoint is written")
     processes, randomness = session.processes, [state.randomness()]
     if processes.world > 1:
         randomness = [None] * processes.world
@@ -548,7 +549,8 @@ def _reached(state: _State, plan: _Plan, session: _Session):
         return "epochs"
     if plan.steps is not None and state.step >= plan.steps:
         return "steps"
-    late = session.max_seconds is not None and state.seconds >= session.max_seconds and state.epoch > 0
+    between = state.epoch > 0 and state.batch == 0                     # of epochs: a resumed run may stand in the middle
+    late = session.max_seconds is not None and state.seconds >= session.max_seconds and between
     return "max_seconds" if _agree(late, session.processes) else ""
 
 # %% ../../nbs/lab/21_train.ipynb #21loop02
@@ -613,7 +615,8 @@ def fit(model: nn.Module, batches: Callable[[int], Iterable], loss: Callable, *,
         save_every_seconds: a checkpoint is also written within an epoch, when the last one is this old.
         seed: of the generator and of torch during the run (+ process number); torch's state is restored afterwards.
         precision: "float32"; "tf32", products of float32 matrices rounded on CUDA; "bfloat16", the loss under autocast.
-        look_every: steps between two looks at loss and gradient norm (default: 1 on a CPU, 50 elsewhere).
+        look_every: steps between two looks at the loss, and at the gradient norm where `clip` is set (default: 1 on a
+            CPU, 50 elsewhere).
         progress: True, False, or None = only on a terminal.
         max_seconds: stop at the end of the epoch in which this much wall-clock time has been spent, over all sessions.
         stop: called after each step; True saves the run and raises :class:`Paused`.

@@ -324,7 +324,7 @@ def updates(model, inputs):
     """What attention adds to a token over the size of the token, mean over real tokens: a number a layer."""
     seen, hooks = [], []
     for layer in model.encoder.layers:
-        layer = getattr(layer, "layer", layer)    # behind a convolution: what comes out of that
+        layer = layer.layer if isinstance(layer, BehindConvolution) else layer    # what comes out of the convolution
         hooks.append(layer.register_forward_pre_hook(lambda layer, given: seen.append([given[0]])))
         hooks.append(layer.attention.register_forward_hook(lambda layer, given, out: seen[-1].append(out[0])))
     try:
@@ -387,7 +387,6 @@ def study(task):
     return _study(f"arena_{task}", f"Rows of SBM-Transformer and SAMSA on {task}, in one network", task,
                   FLOORS[task] | methods(task), settings(task), network)
 
-
 # %% ../../nbs/atlas/96_arena.ipynb #96con001
 class BehindConvolution(nn.Module):
     """A layer of an encoder behind a residual convolution along the sequence, one filter a channel.
@@ -413,7 +412,6 @@ class BehindConvolution(nn.Module):
         x = x + self.filters(seen.mT[:, :, None])[:, :, 0].mT
         return self.layer(x, alpha, mask, return_info, **draw)
 
-
 # %% ../../nbs/atlas/96_arena.ipynb #96con002
 def _pass(lengths, size, generator, window=50):
     """Batches of a pass, of similar lengths, in random order."""
@@ -434,7 +432,6 @@ def similar(row, setting, data, seed, epoch):
             longest = int(inputs["lengths"][rows].max())
             yield {"inputs": {"tokens": inputs["tokens"][rows, :longest], "lengths": inputs["lengths"][rows]},
                    "labels": labels[rows]}
-
 
 # %% ../../nbs/atlas/96_arena.ipynb #96con003
 _BEHIND = {"no attention": 3, "full": 3, "hard 256": 1, "SBM": 1}          # trainings
@@ -460,7 +457,6 @@ def convolved(task):
     made = _study(f"convolved_{task}", f"Rows of both papers on {task}, behind a convolution", task, FLOORS[task] | rows,
                   plain | more, _behind)
     return replace(made, batches=similar)
-
 
 # %% ../../nbs/atlas/96_arena.ipynb #96stu002
 def part(study, *rows):
@@ -533,7 +529,9 @@ def passed(table):
         return f"only floors so far, the best rule is {rule}, {percent:.1f} %"
     below = [clears.removeprefix("no: ").split(", ") for clears in trained["clears"] if not clears.startswith("off")]
     above, ahead = (sum(floor not in names for names in below) for floor in (rule, "no attention"))
+    once = int((trained["seeds"] == 1).sum())
     known = f", {ahead} above the network without attention" if "no attention" in set(table["row"]) else ""
+    known += f"; {once} were trained once, so that only test items are told apart" if once else ""
     return f"of {len(trained)} rows with attention {above} are two standard errors above the best rule ({rule}, {percent:.1f} %){known}"
 
 # %% ../../nbs/atlas/96_arena.ipynb #96rea003

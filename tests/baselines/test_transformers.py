@@ -536,6 +536,8 @@ def test_reformer_counts_buckets_in_pairs():
             make_attention("reformer", 16, 4, **bad)
     x = torch.randn(1, 64, 16)
     assert make_attention("reformer", 16, 4, chunk=4, max_buckets=1)(x).shape == x.shape
+    assert make_attention("reformer", 16, 4, chunk=4, max_buckets=1).buckets == 1
+    assert make_attention("reformer", 16, 4, buckets=8, max_buckets=1).buckets == 8  # the bound is of None alone
 
 
 @pytest.mark.parametrize("name", ["flt", "performer", "performer_k", "scatterbrain"])

@@ -208,6 +208,35 @@ def test_attention_on_a_list_in_a_compiled_function():
     torch.testing.assert_close(compiled(edges), edge_attention(*q, edges), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("key", [5, 1000, 50_000_000])
+def test_a_compiled_list_is_looked_at(key):
+    """A kernel would follow the key out of its memory."""
+    q, edges = torch.randn(1, 1, 5, 4), torch.tensor([[0, 0], [0, 1], [1, key]])
+    with pytest.raises(ValueError, match=r"edges: the key must lie in 0\.\.4"):
+        torch.compile(lambda e: edge_attention(q, q, q, e), backend="eager", fullgraph=True)(edges)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", [edge_products, straight_through_presence])
+def test_products_on_a_list_compile(function, backend):
+    a, b = torch.randn(2, 1, 2, 30, 4, generator=torch.Generator().manual_seed(0))
+    edges = (torch.rand(2, 30, 30, generator=torch.Generator().manual_seed(1)) < 0.1).nonzero().T
+    compiled = torch.compile(lambda a, b: function(a, b, edges), backend=backend)
+    weigh = torch.arange(edges.shape[1], dtype=a.dtype).sin()
+    found, wanted = (results_by(lambda a, b, f=f: (f(a, b) * weigh), a, b) for f in
+                     (compiled, lambda a, b: function(a, b, edges)))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["fast", "reference"])
+def test_a_candidate_named_twice_is_refused(impl):
+    q = torch.randn(1, 1, 3, 4)
+    edges, candidates = torch.tensor([[0], [0], [1]]), torch.tensor([[0, 0, 0], [0, 0, 0], [1, 2, 2]])
+    with pytest.raises(ValueError, match="candidates: each"):
+        edge_attention(q, q, q, edges, rule="removal", presence=torch.ones(1), candidates=candidates,
+                       absence=torch.ones(3), impl=impl)
+
+
 def second(function, *leaves):
     "Gradients that can be differentiated again, and theirs."
     leaves = [x.clone().requires_grad_() for x in leaves]

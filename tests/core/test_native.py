@@ -254,12 +254,13 @@ def test_without_a_compiler(rebuilt, monkeypatch, compiler):
         assert c_kernels(SOURCE, torch.zeros(1)) is None
 
 
-def test_a_compiler_that_fails_is_named(rebuilt, monkeypatch, tmp_path):
+@pytest.mark.parametrize("words", ["out of paper", "cc1: not found", "the tray is empty"])
+def test_a_compiler_that_fails_is_named(rebuilt, monkeypatch, tmp_path, words):
     broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho out of paper >&2\nexit 1\n")
+    broken.write_text(f"#!/bin/sh\necho {words} >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", f"{broken} -x c")
-    with pytest.warns(UserWarning, match="broken failed: out of paper"):
+    with pytest.warns(UserWarning, match=f"broken failed: {words}"):
         assert c_kernels(SOURCE, torch.zeros(1)) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

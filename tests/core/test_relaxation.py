@@ -229,6 +229,15 @@ def test_top_k_in_half_precision_is_that_of_float32(dtype):
     assert gumbel_top_k(scores, 5, generator=seeded()).equal(gumbel_top_k(scores.float(), 5, generator=seeded()))
 
 
+def test_an_item_that_is_never_drawn_leaves_finite_gradients():
+    scores = torch.tensor([0.0, 1.0, -torch.inf, -torch.inf], dtype=torch.float64, requires_grad=True)
+    value = plackett_luce(scores, torch.tensor([0, 1, 2]))
+    (found,) = torch.autograd.grad(value, scores)
+    assert value == -torch.inf and found.isfinite().all()
+    first = torch.autograd.grad(plackett_luce(scores, torch.tensor([0])), scores)[0]
+    torch.testing.assert_close(found[:2], first[:2], rtol=0, atol=1e-15)
+
+
 def test_plackett_luce_by_hand_and_gradient():
     weights, order = np.array([1.0, 2.0, 3.0, 4.0]), [2, 0, 3]
     by_hand = 3 / 10 * 1 / 7 * 4 / 6

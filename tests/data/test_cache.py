@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from sparseattn.data.cache import (
+    _chosen,
     cache_key,
     cache_root,
     cached,
@@ -218,6 +219,17 @@ def test_work_through_stops_at_an_error():
         with pytest.raises(ValueError, match="factorial"):
             work_through(math.factorial, [3, -1, *range(50)], "factorials", workers=workers)
     assert work_through(abs, [], "numbers", workers=2) == []
+
+
+def test_numbers_or_a_mask_choose():
+    """A mask is not taken for the numbers 0 and 1."""
+    torch = pytest.importorskip("torch")
+    mask = np.array([False, True, False, True])
+    for index in (mask, torch.from_numpy(mask), mask.tolist(), np.flatnonzero(mask), range(1, 4, 2), iter([1, 3])):
+        assert torch.equal(_chosen(index, 4), torch.tensor([1, 3]))
+    assert _chosen([3, 3, 0], 4).tolist() == [3, 3, 0] and _chosen([], 4).dtype == torch.int64
+    with pytest.raises(ValueError, match="mask of 4, got one of shape"):
+        _chosen([True, False], 4)
 
 
 def test_data_path(tmp_path, monkeypatch):

@@ -466,6 +466,27 @@ def test_compact_heptrkx_format(tmp_path):
     assert len(C.load_heptrkx(tmp_path / "h.npz", count=1)) == 1
 
 
+def test_pixel54_takes_any_sequence_of_events(tmp_path):
+    rng = np.random.default_rng(0)
+    volume = np.tile([7, 8, 9, 8], 3)
+    layer = np.tile([2, 4, 6, 8], 3)
+    np.savez(
+        tmp_path / "p.npz",
+        xyz_um=rng.integers(30_000, 90_000, (3, 12)),
+        volume=volume,
+        layer=layer,
+        label=np.tile([0, 0, -1, 0], 3),
+        label_inferred=np.zeros(12, bool),
+        offsets=np.array([0, 4, 8, 12]),
+        event_id=np.array([7, 8, 9]),
+    )
+    assert [cloud.event for cloud in C.load_pixel54(tmp_path / "p.npz")] == [7, 8, 9]
+    for events in ([2, 0], np.array([2, 0]), torch.tensor([2, 0])):
+        assert [cloud.event for cloud in C.load_pixel54(tmp_path / "p.npz", events=events)] == [9, 7]
+    with pytest.raises(ValueError, match="expected places 0 to 2, got 3"):
+        C.load_pixel54(tmp_path / "p.npz", events=np.array([0, 3]))
+
+
 # bad input
 
 

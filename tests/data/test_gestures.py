@@ -495,6 +495,9 @@ def test_clips_hold_the_events_of_their_window(streams):
         assert np.array_equal(np.flatnonzero((t >= int(start)) & (t < int(start) + 300_000)), np.arange(first, last))
     assert clips.labels.tolist() == [s.label for s in streams for _ in range(5)]
     assert clips.subset([3, 0]).start.tolist() == [450_000, 0]
+    late = clips.start >= 450_000
+    assert torch.equal(clips.subset(late).start, clips.start[late])
+    assert clips.gestures.subset(clips.gestures.labels == 5).labels.tolist() == [5, 5]
 
 
 def test_empty_windows_are_left_out():

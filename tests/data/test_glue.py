@@ -230,6 +230,8 @@ def test_toy_task():
     part = task.test.subset(torch.tensor([5, 2]))
     assert part.first == [task.test.first[5], task.test.first[2]] and len(part.texts()) == 4
     assert torch.equal(part.labels, task.test.labels[[5, 2]]) and len(task.test.subset([])) == 0
+    same = task.test.subset(task.test.labels == 1)
+    assert (same.labels == 1).all() and len(same) == len(same.first) == int(task.test.labels.sum())
 
 
 # sub-words

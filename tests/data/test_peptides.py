@@ -100,6 +100,7 @@ def test_sizes_and_subset():
     assert torch.equal(some.atoms[:4], some.atoms[-4:])
     assert torch.equal(some.subset([1]).kinds, torch.from_numpy(GRAPHS[0]["kinds"]))
     assert len(peptides.subset([])) == 0
+    assert peptides.subset(peptides.sizes >= 3).ids == ("0", "2")
 
 
 @pytest.mark.parametrize("index", [[0], [1], [3, 1], [2, 0, 1, 3], None])

@@ -81,6 +81,14 @@ def test_batches():
     assert next(S.batches(empty, 1, shuffle=False))["tokens"].shape == (1, 1)
 
 
+def test_a_part_without_examples_is_one_batch_without_any():
+    for shape in ((0, 5), (0, 2, 5)):
+        tokens, lengths = torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape[:-1], dtype=torch.long)
+        part = S.Part(tokens, lengths, torch.zeros(0, dtype=torch.long))
+        (batch,) = S.batches(part, 4, shuffle=False)
+        assert batch["tokens"].shape == batch["mask"].shape == (*shape[:-1], 1)
+
+
 def test_batches_of_pairs_and_their_order():
     part = load("retrieval").train
     orders = []
@@ -224,6 +232,13 @@ def test_official_listops(tmp_path):
         S._load_listops_tsv(folder / "wrong.tsv")
     with pytest.raises(ValueError, match="Source and Target"):
         S._load_listops_tsv(__file__)
+    short = S.load_task("listops", root=tmp_path, max_length=4)  # the longer expression is left out, not cut
+    assert S.listops_decode(short.train.tokens[0].tolist()) == "[SM 9 ]" and short.train.labels.tolist() == [9]
+    with pytest.raises(ValueError, match="no expression of fewer than 3 symbols"):
+        S.load_task("listops", root=tmp_path, max_length=3)
+    for option in ("max_depth", "max_args", "min_length"):
+        with pytest.raises(ValueError, match="expected None for the official files"):
+            S.load_task("listops", root=tmp_path, **{option: 3})
 
 
 # Pathfinder
@@ -312,6 +327,8 @@ def test_official_pathfinder(tmp_path):
     task = S.load_task("pathfinder", root=tmp_path, train=12, val=2, test=2)
     assert task.source == "LRA Pathfinder-32, official files"
     assert task.train.labels.bincount().tolist() == [6, 6]
+    with pytest.raises(ValueError, match="recipe: expected None for the official files"):
+        S.load_task("pathfinder", root=tmp_path, recipe=S._TOY_PATHFINDER)
     known = {image.tobytes(): label for image, label in zip(made["images"], made["labels"], strict=True)}
     for row, label in zip(task.train.tokens, task.train.labels, strict=True):
         assert known[row.numpy().tobytes()] == label
@@ -370,6 +387,19 @@ def test_text_from_both_halves(tmp_path):
     half = S.load_task("text", source="test-half", train=20, val=8, test=8, max_length=130, root=tmp_path)
     assert half.source.startswith("IMDB test half") and half.max_length == 130
     assert half.train.labels.bincount().tolist() == [10, 10]
+
+
+def test_reviews_of_one_half_stand_once(tmp_path):
+    test = reviews(40, 1)
+    write_tsv(tmp_path / "imdb" / "aclImdb_test.tsv.gz", test + test[:9])
+    half = S.load_task("text", source="test-half", val=8, test=8, root=tmp_path)
+    assert half.source == "IMDB test half, each review once, split 24/8/8"
+    known = dict(test)
+    rows = [(row[:n].numpy().tobytes(), int(label)) for part in (half.train, half.val, half.test)
+            for row, n, label in zip(part.tokens, part.lengths, part.labels, strict=True)]
+    assert len({row for row, _ in rows}) == len(rows) == 40
+    for row, label in rows:
+        assert known[(np.frombuffer(row, np.uint8) - 1).tobytes().decode()] == label
 
 
 def test_official_text(tmp_path):

@@ -332,6 +332,11 @@ def test_shapes_behave_like_a_value():
     for n in (0, 33):
         with pytest.raises(ValueError, match="n:"):
             S.first_points(shapes, n)
+    mask = shapes.labels == 1
+    some = shapes.subset(mask)
+    assert (some.labels == 1).all() and some.ids == tuple(name for name, on in zip(shapes.ids, mask, strict=True) if on)
+    bare = S.Shapes("x", "y", shapes.points, None, shapes.labels, shapes.classes).subset([2, 1])
+    assert bare.ids == () and torch.equal(bare.points, shapes.points[[2, 1]])
 
 
 @pytest.mark.parametrize("arguments, word", [
@@ -376,6 +381,11 @@ def unit(x):
 
 def upright(x):
     return np.stack([x[..., 0], -x[..., 2], x[..., 1]], -1)
+
+
+def exchanged(x):
+    """Files that are reflections come back as the meshes were."""
+    return np.stack([x[..., 0], x[..., 2], x[..., 1]], -1)
 
 
 def test_modelnet40_h5(tmp_path):
@@ -433,8 +443,8 @@ def test_modelnet_text(tmp_path, count):
     for _ in range(2):                                                             # read, then from the cache
         shapes = S.load_shapes(f"modelnet{count}", root=tmp_path, points=25, progress=False)
         assert shapes.ids == ("night_stand_0001", "night_stand_0000") and shapes.labels.tolist() == [1, 1]
-        assert np.allclose(shapes.points, unit(upright(rows[[1, 0], :25, :3])), atol=1e-4)
-        assert np.allclose(shapes.normals, upright(rows[[1, 0], :25, 3:]), atol=0.01)
+        assert np.allclose(shapes.points, unit(exchanged(rows[[1, 0], :25, :3])), atol=1e-4)
+        assert np.allclose(shapes.normals, exchanged(rows[[1, 0], :25, 3:]), atol=0.01)
     with pytest.raises(ValueError, match="points"):
         S.load_shapes(f"modelnet{count}", root=tmp_path, points=31, progress=False)
 
@@ -493,7 +503,7 @@ def test_compact_layouts(tmp_path):
              shape_id=np.array(list("abcd")), split=np.array(["train", "train", "train", "test"]))
     four = S.load_shapes("modelnet40_subset", root=tmp_path, points=8)
     assert four.ids == ("a", "c") and [four.classes[k] for k in four.labels] == ["airplane", "person"]
-    assert np.allclose(four.points, upright(x[[0, 2]] / 32767), atol=1e-3) and "not the 40-class task" in four.source
+    assert np.allclose(four.points, exchanged(x[[0, 2]] / 32767), atol=1e-3) and "not the 40-class task" in four.source
     np.savez(tmp_path / "modelnet10" / "modelnet10_1024.npz", label=x)
     with pytest.raises(ValueError, match="points_i16"):
         S.load_shapes("modelnet10", root=tmp_path)
@@ -628,7 +638,7 @@ def test_parts_to_learn_from_are_disjoint_and_whole():
     assert torch.equal(labels.sort().values, S.load_shapes("fixture", points=32).labels.sort().values)
     again, other = (S.learning_parts("fixture", validation=6, points=32, seed=seed) for seed in (62, 63))
     assert torch.equal(again["val"][0], parts["val"][0]) and not torch.equal(other["val"][0], parts["val"][0])
-    assert "train part" not in parts["sources"][0]
+    assert "train part" not in parts["sources"][0] and "split of our split" not in parts["sources"][0]
     with pytest.raises(ValueError, match="validation: expected 0 to 42, got 43"):
         S.learning_parts("fixture", validation=43, points=32)
 
@@ -636,6 +646,8 @@ def test_parts_to_learn_from_are_disjoint_and_whole():
 def test_missing_shapes_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARSEATTN_DATA", str(tmp_path))
     assert S.missing_shapes("fixture") == "" and "modelnet40 needs" in S.missing_shapes("modelnet40")
+    for name, build in (("kicad", "kicad"), ("kicadpart", "kicad"), ("sweethome", "sweethome")):
+        assert S.missing_shapes(name) == f"{name} is not built; build_{build} makes it from a Debian package"
 
 
 def test_scaled_and_shifted_moves_whole_clouds():

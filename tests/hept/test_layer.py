@@ -293,6 +293,16 @@ def test_layer_refuses_options(options, message):
         HEPTAttention(8, **{**dict(heads=2, coord_dims=2), **options})
 
 
+@pytest.mark.parametrize("points", [50, 900, 4000, 60_000])
+def test_no_more_aux_codes_than_a_block_can_fill(points):
+    """Without `regions` the numbers of buckets multiply to about n / (4 block_size), however uneven they are drawn."""
+    hashing = HEPTAttention(8, heads=2, coord_dims=2, block_size=25, tables=200, generator=source()).hash
+    found = hashing._bucket_counts(1, points, None)
+    codes = found.prod(-1)
+    assert found.min() >= 1 and codes.max() <= max(1, points / 100) * (1 + 1e-5)
+    assert codes.median() >= 0.5 * points / 100
+
+
 def test_layer_refuses_orders():
     x, coords, mask = layer_inputs()
     with pytest.raises(ValueError, match="order needs hash_by='coords', got 'features'"):

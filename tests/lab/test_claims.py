@@ -35,7 +35,9 @@ READINGS = dict(
 
 def decided(stated, second, argument, condition, typo, sharper):
     """The table of verdicts, written down once more: by what passed, case by case."""
-    true_as_printed = stated in (True, None) or condition == THEIRS
+    if stated is None:                                              # an open statement
+        return "does not follow" if argument == NO else "undecided"
+    true_as_printed = stated or condition == THEIRS
     if (second == NO and true_as_printed) or (second == YES and not true_as_printed):
         return "ambiguous"
     if not true_as_printed:
@@ -60,7 +62,7 @@ def test_truth_table():
         verdict = decided(**findings)
         assert claims.claim("X-1", expect=None, **FACTS, **findings).verdict == verdict, findings
         found.append(verdict)
-    assert set(found) == set(VERDICTS[: VERDICTS.index("reproduced")]) and len(found) == 2 * 405 + 2
+    assert set(found) == {"undecided", *VERDICTS[: VERDICTS.index("reproduced")]} and len(found) == 2 * 405 + 2
 
 
 @pytest.mark.parametrize("verdict", VERDICTS)

@@ -247,6 +247,7 @@ def test_a_single_label_of_many_has_one_score():
     x, y = np.arange(20.0)[:, None], (np.arange(20) > 9).astype(int)[:, None]
     for name in ("linear", "trees"):
         assert rule(name)(x, y, x).shape == (20, 1)
+        assert (rule(name)(x, np.ones_like(y), x) == 1).all() and (rule(name)(x, np.zeros_like(y), x) == 0).all()
 
 
 def test_keys_are_rows():

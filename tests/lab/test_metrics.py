@@ -152,6 +152,12 @@ def test_average_precision_bad_input(scores, labels, name):
         average_precision(torch.tensor([0.1, 0.2]), torch.tensor([1, 0]), torch.tensor([1, 0]))
 
 
+def test_what_does_not_count_may_be_anything():
+    scores, labels = torch.tensor([0.9, 0.1, torch.nan]), torch.tensor([0, 1, -1])
+    mask = torch.tensor([True, True, False])
+    assert average_precision(scores, labels, mask) == 0.5
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_same_on_a_gpu():

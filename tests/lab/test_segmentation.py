@@ -167,6 +167,8 @@ def test_refusals_of_parts():
         part_iou(predicted[:, :-1], parts, labels, SETS)
     with pytest.raises(ValueError, match="mask"):
         part_iou(predicted, parts, labels, SETS, parts)
+    with pytest.raises(ValueError, match="mask: a shape has no point that counts"):
+        part_iou(predicted, parts, labels, SETS, (torch.arange(len(parts)) > 0)[:, None].expand(parts.shape))
     with pytest.raises(ValueError, match="parts"):
         part_iou(predicted[:0], parts[:0], labels[:0], SETS)
 

@@ -308,6 +308,30 @@ def test_non_finite_gradient_names_the_step():
         )
 
 
+def test_weights_that_are_not_finite_are_named_without_a_checkpoint():
+    with pytest.raises(FloatingPointError, match="weights are not finite after step 0"):
+        fit(network(), batches, lambda m, b, g: (0 * m(b["x"]).abs().sum()).sqrt(), steps=1)
+
+
+def test_a_budget_ends_no_epoch_in_its_middle(tmp_path):
+    stops = iter([False] * 7 + [True])
+    with pytest.raises(Paused):                                     # in the second epoch of six steps
+        fit(network(), batches, loss, epochs=3, checkpoint_dir=tmp_path, stop=stops.__next__, **KEEP)
+    fitted = fit(network(), batches, loss, epochs=3, checkpoint_dir=tmp_path, max_seconds=0.0, **KEEP)
+    assert fitted.stopped == "max_seconds" and [row["step"] for row in fitted.history] == [6, 12]
+
+
+@pytest.mark.parametrize("level", [1.0, 0.0, -1.0])
+def test_a_plateau_has_any_sign(level):
+    optimiser = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = Schedule("plateau", patience=2).build(optimiser, 9)
+    rates = []
+    for _ in range(6):
+        schedule.step(level)
+        rates.append(optimiser.param_groups[0]["lr"])
+    assert rates == [1, 1, 1, 0.5, 0.5, 0.5]
+
+
 def paused_and_resumed(folder, every=4, **settings):
     """Started again and again, paused after each `every` steps, until the run is done; the number of starts."""
     for starts in itertools.count(1):
