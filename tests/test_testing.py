@@ -431,5 +431,5 @@ OPTIONS = [("dense", dict(kernel="gaussian", coord_dims=3)), ("hept", dict(combi
 def test_promises_hold_with_other_options_too(name, options):
     properties = ("mask", "batch", "gradients", "double backward", "func.grad", "autocast bf16", "autocast fp16",
                   "compile")
-    found = check_attention(name, options=options, properties=properties, backend="eager")
+    found = check_attention(name, options=options, properties=properties)
     assert not [why for why in found.values() if why != "works" and not why.startswith("not promised")], found

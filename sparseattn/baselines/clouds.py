@@ -35,7 +35,7 @@ def _real_first(order, mask):
     hidden = ~mask[:, None, None].expand_as(order).gather(-1, order)
     return order.gather(-1, hidden.byte().argsort(dim=-1, stable=True))
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #863c532f
 def cluster_counts(order_q: Int[Tensor, "b h t n"], order_k: Int[Tensor, "b h t n"], size: int,
                    mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "b h n n"]:
     """In how many tables a query and a key are in one cluster; O(t n^2). SMYRF, Alg 1.
@@ -76,14 +76,14 @@ def _over_tables(x, place):
     "What clusters found, (b, h, t, clusters, size, e), for every point: (b, h, t, n, e)."
     return take_rows(x.flatten(2, 4), place)
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #8b20980f
 def _exp(x):
     "exp of numbers at most 0, in place; below rounding 0, since numbers near the smallest make a processor's products slow."
     low = x.detach()
     low.masked_fill_(low < -40, -math.inf)                  # exp is 0 there, and so is its gradient
     return x.exp_()
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #3414bed9
 def _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale):
     (slot_q, place), (slot_k, _) = (_slots(order, size, mask) for order in (order_q, order_k))
     q, k, v = _clustered(q, slot_q), _clustered(k, slot_k), _clustered(v, slot_k)
@@ -374,7 +374,7 @@ def scatterbrain_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n 
     form = _scatterbrain_reference if impl == "reference" else _scatterbrain_fast
     return _finished(form(q, k, v, order_q, order_k, features, size, mask), mask, dtype)
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #80960710
 def _scatterbrain_reference(q, k, v, order_q, order_k, features, size, mask):
     to_q, to_k = (_exponents(x, features) for x in (q, k))
     rank = torch.logsumexp(to_q[:, :, :, None] + to_k[:, :, None], -1) - math.log(features.shape[1])
@@ -390,7 +390,7 @@ def _feature_factors(q, k, features, mask):
     level = to_q.detach().amax(-1, keepdim=True)
     return _exp(to_q - level) / features.shape[1], _exp(to_k - largest), level
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #3c65c714
 def _scatterbrain_fast(q, k, v, order_q, order_k, features, size, mask):
     (slot_q, place), (slot_k, place_k) = (_slots(order, size, mask) for order in (order_q, order_k))
     v, (at_q, at_k, level) = _with_ones(v), _feature_factors(q, k, features, mask)
@@ -662,7 +662,7 @@ def _cells(plane, cells, mask):
     share = (plane - low) / (high - low).masked_fill(high == low, 1)
     return (share.nan_to_num(nan=0, posinf=0, neginf=0) * cells).floor().clamp(0, cells - 1).long()
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #0a94cac0
 def _snake(window, inside, windows, width):
     "One number for window and cell: rows of windows one after the other, back and forth; cells in a window likewise."
     row, place = window[..., 1], window[..., 0]
@@ -671,7 +671,7 @@ def _snake(window, inside, windows, width):
     along = torch.where(inside[..., 0] % 2 == 1, width - 1 - along, along)
     return ((row * windows + place) * width + across) * width + along
 
-
+# %% ../../nbs/baselines/38_clouds.ipynb #90486370
 def _sorted_by(keys):
     "Order by the last key, ties by the one before, and so on."
     order = keys[0].argsort(dim=-1, stable=True)

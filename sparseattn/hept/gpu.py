@@ -51,7 +51,7 @@ def _exact(x, y, i, j, D: tl.constexpr, TILE: tl.constexpr):
         squares += apart * apart
     return squares
 
-
+# %% ../../nbs/hept/39_block_gpu.ipynb #b291810c
 @triton.jit
 def _exponent(x, y, i, j, there, one, many, block_x, block_y, table, points, bar, D: tl.constexpr,
               UNION: tl.constexpr, FAR: tl.constexpr, TILE: tl.constexpr):
@@ -149,14 +149,14 @@ def _launch(kernel, tensors, order, d, e, union, block_size):
             *tensors, rows, n, D=d, E=e, D_ALL=triton.next_power_of_2(d), E_ALL=triton.next_power_of_2(e),
             UNION=union, FAR=128.0, BLOCK=block_size, TILES=tiles, TILE=tile, num_warps=_WARPS)
 
-
+# %% ../../nbs/hept/39_block_gpu.ipynb #76ac3d17
 def _blocks(order, block_size):
     "Block of every point in every table, (tables, rows, n), from orders that may hold n for an empty slot."
     number = (torch.arange(order.shape[-1], device=order.device) // block_size).int().expand(order.shape)
     blank = number.new_zeros(*order.shape[:2], order.shape[-1] + 1)
     return blank.scatter_(-1, order, number)[..., :-1].contiguous()
 
-
+# %% ../../nbs/hept/39_block_gpu.ipynb #52164c0e
 def _told(order_q, order_k, count, union, block_size):
     "What every kernel hears of the orders."
     if count is None:

@@ -96,7 +96,7 @@ def hidden_count(groups: int, ratio: float) -> int:
         raise ValueError(f"ratio must hide at least one of {groups} groups and leave one, got {ratio!r}")
     return count
 
-
+# %% ../../nbs/sampled/57_autoencoder.ipynb #9e4c58e8
 def draw_hidden(batch: int, groups: int, ratio: float, *, generator: torch.Generator | None = None,
                 device=None) -> Bool[Tensor, "b g"]:
     """Which groups to hide, the same number in each cloud, all choices equally likely.

@@ -45,7 +45,7 @@ def check_order(name: str, order: Tensor, n: int | None = None) -> None:
     if not inside or not torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, True).all():
         raise ValueError(f"{name} must hold each point from 0 to {order.shape[-1] - 1} once in every row")
 
-
+# %% ../../nbs/sampled/50_cycles.ipynb #4546e707
 def _check_order_form(name, order, n):
     check_int64(name, order)
     if order.dim() < 1 or 0 in order.shape or (n is not None and order.shape[-1] != n):
@@ -201,7 +201,7 @@ def admissible_sizes(n: int) -> list[int]:
     check_count("n", n)
     return [step + 1 for step in range(1, n) if n % step == 0]
 
-
+# %% ../../nbs/sampled/50_cycles.ipynb #eb9aeafd
 def windows(order: Int[Tensor, "... n"], size: int) -> Int[Tensor, "... l size"]:
     """Cut an order into windows that share one point with the next window, the last with the first.
 
@@ -304,7 +304,7 @@ def expected_coverage(n: int, cycles: int) -> float:
     check_count("cycles", cycles)
     return 1.0 if n <= 2 else -math.expm1(cycles * math.log1p(-1 / (n - 1)))
 
-
+# %% ../../nbs/sampled/50_cycles.ipynb #0573c29c
 def expected_cycles(n: int) -> float:
     """Expected number of random cycles until one point has been followed by every other, (n - 1) H_{n-1}.
 
@@ -369,12 +369,12 @@ def _composed_ratio(q, k, v, bias, edges, portions, scale):
     w = torch.cat([own, others]).softmax(0)[..., None]
     return w[0] * v + (w[1:] * _rows(v, ahead)).sum(0)
 
-
+# %% ../../nbs/sampled/50_cycles.ipynb #96433e94
 def _edges(orders, count):
     "A function of a portion (first, last): successors and predecessors of its cycles."
     return lambda first, last: tuple(_advance(orders[first:last], step, count) for step in (1, -1))
 
-
+# %% ../../nbs/sampled/50_cycles.ipynb #cd1bbe3d
 class _RatioAttention(torch.autograd.Function):
     """Self-term plus sampled terms of softmax attention, cycle by cycle.
 

@@ -23,7 +23,7 @@ from .attention import SampledAttention
 def _mlp(inputs, hidden, outputs):
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
-
+# %% ../../nbs/sampled/52_models.ipynb #e6d1f58f
 class Embedding(nn.Module):
     """Coordinates and features of points, each through a network, added. Sampled Transformer, Sec 3.2 and 5.2.
 
@@ -340,7 +340,7 @@ _WEIGHTS = {"dense": lambda n, size: n * n, "sampled": lambda n, size: min(2, n)
             "knn": lambda n, size: min(size or 16, n) * n, "inducing": lambda n, size: 2 * (size or 16) * n,
             "none": lambda n, size: 0, None: lambda n, size: 0}
 
-
+# %% ../../nbs/sampled/52_models.ipynb #94726110
 def scored_pairs(attention: str | None, n: int, *, size: int | None = None) -> int:
     """Pairs that one head scores in a cloud of n points.
 

@@ -77,7 +77,7 @@ class _Weights:
                    if isinstance(value, np.ndarray) and name != "pattern"}
         return replace(self, **weights)
 
-
+# %% ../../nbs/sampled/53_universal.ipynb #06f9bc3f
 def _hardmax(q, k, v):
     "The value of the key of largest score k q; a positive factor of the scores changes nothing, so the sign of q does."
     scores = k * np.sign(q)[..., None]
@@ -87,7 +87,7 @@ def _hardmax(q, k, v):
         raise ArithmeticError("two keys with different values have the same score: hardmax is not defined here")
     return chosen[..., 0]
 
-
+# %% ../../nbs/sampled/53_universal.ipynb #dbc89591
 def _softmax(q, k, v, present, sharpness):
     "Softmax averages over the keys that are present."
     scores = np.where(present, sharpness * k * q[..., None], -np.inf)
@@ -157,7 +157,7 @@ class Piece:
     def __call__(self, t):
         return np.where((t >= self.start) & (t < self.stop), self.slope * t + self.height, 0)
 
-
+# %% ../../nbs/sampled/53_universal.ipynb #ea5b7447
 @dataclass(frozen=True)
 class ReluSum:
     """The function sum_i slopes[i] * max(t - shifts[i], 0): as many ReLUs with equal weights and own biases.

@@ -198,13 +198,13 @@ def test_a_unit_that_could_not_say_why_it_failed(clone, monkeypatch):
 
 
 def test_kills_and_a_full_disk_give_the_same_record(clone, tmp_path):
-    """Three kills of the training process, at moments drawn with a fixed seed; then no room for a checkpoint."""
+    """Five kills of the training process, at moments drawn with a fixed seed; then no room for a checkpoint."""
     whole = tmp_path / "whole"
     whole.mkdir()
     (whole / "settings.ini").touch()
     assert call(whole, "toy", "--unit", "linear-0", **ONE)[0] == 0
     moments = random.Random(0)
-    for number in range(3):
+    for number in range(5):
         for old in clone.rglob("progress.json"):
             old.unlink()
         process = start(clone, "toy", "--unit", "linear-0", TOY_SECONDS="0.1", **ONE)
