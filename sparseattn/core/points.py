@@ -14,6 +14,7 @@ import numbers
 from types import SimpleNamespace
 
 import numpy as np
+import scipy
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
@@ -454,9 +455,7 @@ def _search(points, queries, k, candidates):
 
 # %% ../../nbs/core/04_points.ipynb #f7327d89
 def _by_tree(points, queries):
-    from scipy.spatial import cKDTree       # a quarter of what importing the package takes, torch aside
-
-    tree = cKDTree(points.numpy())
+    tree = scipy.spatial.cKDTree(points.numpy())
 
     def candidates(rows, number):
         away, found = tree.query(queries[rows].numpy(), k=[*range(1, number + 1)], workers=torch.get_num_threads())

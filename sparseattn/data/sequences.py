@@ -438,7 +438,8 @@ def _load_listops_tsv(path: str | Path, *, count: int | None = None,
         if listops_solve(tokens) != label:
             raise ValueError(f"{Path(path).name}, line {number}: the label {label} is not the value of the expression")
     if not kept:
-        raise ValueError(f"{Path(path).name}: no expression of fewer than {max_length} symbols")
+        short = "" if max_length == math.inf else f" of fewer than {max_length} symbols"
+        raise ValueError(f"{Path(path).name}: no expression{short}")
     return [tokens for _, tokens, _ in kept], np.array([label for *_, label in kept], np.int64)
 
 # %% ../../nbs/data/16_sequences.ipynb #d828b428

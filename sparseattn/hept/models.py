@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import scipy
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.spatial import cKDTree
 from torch import Tensor, nn
 
 from ..core.attention import (check_boolean, check_choice, check_count, check_number, check_points, checked_cloud,
@@ -174,7 +174,7 @@ def _neighbours(coords, particle, hits, count, radius):
     spare = int(particle[particle > 0].unique(return_counts=True)[1].max())
     k = min(count + spare, len(particle))
     place = coords.numpy()
-    found = cKDTree(place).query(place[hits], k=k, distance_upper_bound=radius)[1].reshape(len(hits), -1)
+    found = scipy.spatial.cKDTree(place).query(place[hits], k=k, distance_upper_bound=radius)[1].reshape(len(hits), -1)
     found = torch.from_numpy(found)
     label = torch.cat([particle, particle.new_full((1,), -1)])[found]
     other = (found < len(particle)) & (label != particle[hits][:, None])

@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 import torch
-from scipy.optimize import brentq
-from scipy.sparse import csr_matrix
-from scipy.special import betainc, gamma
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #90636776
 def e2lsh_codes(x: np.ndarray, r: float, functions: int, rng: np.random.Generator) -> np.ndarray:
@@ -96,8 +94,7 @@ def _erf(u):
     "Error function of a tensor or an array."
     if isinstance(u, torch.Tensor):
         return torch.erf(u)
-    from scipy.special import erf
-    return erf(u)
+    return scipy.special.erf(u)
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #0086b339
 def collision_probability(z, r):
@@ -205,7 +202,7 @@ def pair_density(z, d: int):
         0.5
     """
     z = np.asarray(z, dtype=np.float64)
-    return d * z ** (d - 1) * betainc((d + 1) / 2, 0.5, np.clip(1 - z * z / 4, 0, 1))
+    return d * z ** (d - 1) * scipy.special.betainc((d + 1) / 2, 0.5, np.clip(1 - z * z / 4, 0, 1))
 
 
 def pair_cdf(z, d: int):
@@ -223,7 +220,7 @@ def pair_cdf(z, d: int):
         1.0
     """
     u = np.clip(np.asarray(z, dtype=np.float64) ** 2 / 4, 0, 1)
-    return (4 * u) ** (d / 2) * betainc((d + 1) / 2, 0.5, 1 - u) + betainc((d + 1) / 2, (d + 1) / 2, u)
+    return (4 * u) ** (d / 2) * scipy.special.betainc((d + 1) / 2, 0.5, 1 - u) + scipy.special.betainc((d + 1) / 2, (d + 1) / 2, u)
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #f8e8f742
 def uniform_ball(n: int, d: int, rng: np.random.Generator) -> np.ndarray:
@@ -300,7 +297,7 @@ def support_for_neighbours(n: int, d: int, neighbours: float) -> float:
     """
     if not 0 < neighbours < n - 1:
         raise ValueError(f"neighbours is {neighbours}; expected a value in (0, n-1) = (0, {n - 1})")
-    return brentq(lambda z: pair_cdf(z, d) - neighbours / (n - 1), 1e-12, 2, xtol=1e-15, rtol=1e-13)
+    return scipy.optimize.brentq(lambda z: pair_cdf(z, d) - neighbours / (n - 1), 1e-12, 2, xtol=1e-15, rtol=1e-13)
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #02bcaf80
 def _check_positive(**values):
@@ -373,7 +370,7 @@ def euclid_hat(z, s: float, d: int):
         0.5
     """
     _check_positive(s=s, d=d)
-    return betainc((d + 1) / 2, 0.5, np.clip(1 - (np.asarray(z, dtype=np.float64) / s) ** 2, 0, 1))
+    return scipy.special.betainc((d + 1) / 2, 0.5, np.clip(1 - (np.asarray(z, dtype=np.float64) / s) ** 2, 0, 1))
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #35714867
 def product_triangular(delta: np.ndarray, width: float) -> np.ndarray | float:
@@ -598,12 +595,12 @@ def grid_flops(system: BallSystem) -> float:
         True
     """
     n, d, s = system.n, system.d, system.support
-    volume = np.pi ** (d / 2) / gamma(d / 2 + 1)
+    volume = np.pi ** (d / 2) / scipy.special.gamma(d / 2 + 1)
     candidates = min(1.0, (3 * s) ** d / volume)
     return n * (3 * d + 3**d) + system.pairs * (3 * d * candidates + (4 * d + 5) * pair_cdf(s, d)) + n * d
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #07f568d6
-def match_counts(keys: np.ndarray) -> csr_matrix:
+def match_counts(keys: np.ndarray) -> "scipy.sparse.csr_matrix":
     """In how many tables each pair of points shares a bucket.
 
     Args:
@@ -619,7 +616,7 @@ def match_counts(keys: np.ndarray) -> csr_matrix:
     keys = np.asarray(keys)
     tables, n = keys.shape
     columns = (keys + np.concatenate([[0], np.cumsum(keys.max(1) + 1)[:-1]])[:, None]).ravel()
-    member = csr_matrix((np.ones(tables * n, np.int32), (np.tile(np.arange(n), tables), columns)))
+    member = scipy.sparse.csr_matrix((np.ones(tables * n, np.int32), (np.tile(np.arange(n), tables), columns)))
     return (member @ member.T).tocsr()
 
 # %% ../../nbs/hept/30_tradeoff.ipynb #336376ea

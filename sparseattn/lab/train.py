@@ -213,6 +213,7 @@ class _State:
     total: Tensor | float = 0.0          # sum of losses in the present epoch, on the device
     norms: Tensor | float = 0.0          # sum of gradient norms, on the device
     seen: int = 0                        # steps whose loss and gradient norm are known to be finite
+    looked: float = 0.0                  # `total` at that step
     seconds: float = 0.0                 # wall-clock spent, over all sessions
     cpu_seconds: float = 0.0             # processor time spent, over all sessions
     stopped: str = ""                    # why the run ended ("" = it has not)
@@ -304,6 +305,7 @@ def _load(state: _State, session: "_Session"):
     for name in _NUMBERS:
         setattr(state, name, content[name])
     state.total, state.seen = content["total"].to(state.generator.device), state.step
+    state.looked = float(content["total"])
     state.set_randomness(content["randomness"][session.processes.rank])
 
 # %% ../../nbs/lab/21_train.ipynb #123950f2
@@ -335,7 +337,7 @@ def _look(state: _State):
             last = f"step {state.step - 1} (epoch {state.epoch}, batch {state.batch - 1})"
             where = f"at {last}" if state.step - state.seen == 1 else f"between step {state.seen} and {last}"
             raise FloatingPointError(f"{name} is {value} {where}")
-    state.seen = state.step
+    state.seen, state.looked = state.step, sums[0]
 
 # %% ../../nbs/lab/21_train.ipynb #376f3b8a
 PRECISIONS = ("float32", "tf32", "bfloat16")
@@ -465,7 +467,7 @@ def _judge(state: _State, values):
 def _close_epoch(state: _State, plan: "_Plan", session: _Session):
     """Validation, schedule, history; then the counters move to the next epoch."""
     _look(state)
-    loss = _mean(float(state.total) / state.batch, plan.device, session.processes)
+    loss = _mean(state.looked / state.batch, plan.device, session.processes)
     row = {"epoch": state.epoch, "step": state.step, "loss": loss, "lr": state.optimiser.param_groups[0]["lr"]}
     values = _validation(state, plan, session.processes)
     score = _judge(state, values)
@@ -555,24 +557,24 @@ def _reached(state: _State, plan: _Plan, session: _Session):
 
 # %% ../../nbs/lab/21_train.ipynb #21loop02
 def _loop(network, state: _State, plan: _Plan, session: _Session, progress):
-    """Epochs until a limit; saves after each, at the end, and before it ends for another reason."""
+    """Epochs until a limit; saves after each, and before it ends for another reason."""
     from tqdm import tqdm
 
     hidden = True if session.processes.rank else (None if progress is None else not progress)
     with _interrupt_flag(session.processes.world == 1) as session.interrupted, \
             tqdm(total=plan.steps, initial=state.step, unit="step", disable=hidden) as bar:
-        while not (reason := _reached(state, plan, session)):
+        state.stopped = _reached(state, plan, session)
+        while not state.stopped:
             halt = _epoch(network, state, plan, session, bar)
             if halt is None:
                 _close_epoch(state, plan, session)
                 bar.set_postfix(epoch=state.epoch, loss=state.history[-1]["loss"])
+                state.stopped = _reached(state, plan, session)
             if halt is None and session.interrupted.is_set():
                 halt = KeyboardInterrupt(f"stopped after step {state.step}")
             _save(state, session)
             if halt is not None:
                 raise halt
-    state.stopped = reason
-    _save(state, session)
 
 # %% ../../nbs/lab/21_train.ipynb #1a6559fc
 def _device(device, model):
