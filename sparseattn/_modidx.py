@@ -2755,7 +2755,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sparseattn.pat.models._Network': ('pat/models.html#_network', 'sparseattn/pat/models.py'),
                                        'sparseattn.pat.models._Network.__init__': ( 'pat/models.html#_network.__init__',
                                                                                     'sparseattn/pat/models.py'),
-                                       'sparseattn.pat.models._check_logits': ('pat/models.html#_check_logits', 'sparseattn/pat/models.py'),
+                                       'sparseattn.pat.models._answers': ('pat/models.html#_answers', 'sparseattn/pat/models.py'),
                                        'sparseattn.pat.models._check_plan': ('pat/models.html#_check_plan', 'sparseattn/pat/models.py'),
                                        'sparseattn.pat.models._check_widths': ('pat/models.html#_check_widths', 'sparseattn/pat/models.py'),
                                        'sparseattn.pat.models._farthest': ('pat/models.html#_farthest', 'sparseattn/pat/models.py'),

@@ -115,7 +115,8 @@ static inline void add_to(const REAL *from, const int64_t *slots, int64_t rows, 
 typedef struct {
     int64_t n, d, e, d_all, e_all, blocks;                  // points, widths, the same padded
     REAL *q, *k, *v, *grad, *sum_q, *sum_k, *sum_v, *dots;  // rows, what is added up for them
-    REAL *nearest, *denominator;                            // of a row
+    REAL *denominator;                                      // of a row
+    double *nearest;
     REAL *block_q, *block_k, *memory;                       // union: number of the block in every table; of the threads
     int64_t *place_q, *place_k;                             // of a point
 } heads;
@@ -127,16 +128,17 @@ static inline int64_t thread_size(const int64_t *s) {
 static inline heads make_heads(const int64_t *s) {
     heads h = {.n = s[POINTS], .d = s[WIDTH], .e = s[VALUES], .d_all = padded(s[WIDTH]), .e_all = padded(s[VALUES])};
     int64_t all = s[TOGETHER] * h.n;
-    int64_t numbers = all * (4 * h.d_all + 4 * h.e_all + 3 + (s[UNION] ? 2 * s[TABLES] : 0));
-    REAL *next = h.memory = malloc((numbers + s[THREADS] * thread_size(s)) * sizeof(REAL) + 2 * all * sizeof(int64_t));
+    int64_t numbers = all * (4 * h.d_all + 4 * h.e_all + 2 + (s[UNION] ? 2 * s[TABLES] : 0));
+    REAL *next = h.memory = malloc((numbers + s[THREADS] * thread_size(s)) * sizeof(REAL) + 3 * all * sizeof(int64_t));
     if (!next) return h;
     next += s[THREADS] * thread_size(s);
     h.blocks = (h.n + s[BLOCK] - 1) / s[BLOCK];
-    h.place_q = (int64_t *)next, h.place_k = h.place_q + all, next = (REAL *)(h.place_k + all);
+    h.place_q = (int64_t *)next, h.place_k = h.place_q + all, h.nearest = (double *)(h.place_k + all);
+    next = (REAL *)(h.nearest + all);
     h.q = cut(&next, all * h.d_all), h.k = cut(&next, all * h.d_all), h.v = cut(&next, all * h.e_all);
     h.sum_v = cut(&next, all * h.e_all), h.sum_q = cut(&next, all * h.d_all), h.sum_k = cut(&next, all * h.d_all);
     h.grad = cut(&next, all * h.e_all), h.dots = cut(&next, all);
-    h.nearest = cut(&next, all), h.denominator = cut(&next, all);
+    h.denominator = cut(&next, all);
     h.block_q = cut(&next, s[UNION] ? all * s[TABLES] : 0), h.block_k = next;
     return h;
 }
@@ -244,6 +246,45 @@ static inline REAL exponentiate(REAL *gap, REAL nearest, int64_t width) {
     return added(total);
 }
 
+/* [far rows] */
+// From this squared distance to the nearest key on, a row of float takes its gaps in double.
+enum { FAR = 128 };
+
+static inline int is_far(double nearest) { return FLOAT && nearest > FAR && nearest < INFINITY; }
+
+// Squared distances of a query to LANES keys in double.
+INLINE void exact_distances(const REAL *q, const REAL *keys_t, int64_t depth, int64_t m_all, double *sum) {
+    for (int lane = 0; lane < LANES; lane++) sum[lane] = 0;
+    for (int64_t t = 0; t < depth; t++)
+        for (int lane = 0; lane < LANES; lane++) {
+            double apart = (double)q[t] - keys_t[t * m_all + lane];
+            sum[lane] += apart * apart;
+        }
+}
+
+// The least of them over all keys whose gap is not infinite.
+static inline double exact_minimum(const REAL *q, const REAL *keys_t, int64_t depth, const REAL *gap, int64_t m_all) {
+    double least = INFINITY, sum[LANES];
+    for (int64_t j = 0; j < m_all; j += LANES) {
+        exact_distances(q, keys_t + j, depth, m_all, sum);
+        for (int lane = 0; lane < LANES; lane++)
+            if (gap[j + lane] < INFINITY && sum[lane] < least) least = sum[lane];
+    }
+    return least;
+}
+
+// Weights of a query in place of its squared distances, as `exponentiate`.
+static inline REAL weigh(const REAL *q, const REAL *keys_t, int64_t depth, REAL *gap, double nearest, int64_t m_all) {
+    if (!is_far(nearest)) return exponentiate(gap, nearest, m_all);
+    for (int64_t j = 0; j < m_all; j += LANES) {
+        double sum[LANES];
+        exact_distances(q, keys_t + j, depth, m_all, sum);
+        for (int lane = 0; lane < LANES; lane++)
+            if (gap[j + lane] < INFINITY) gap[j + lane] = sum[lane] - nearest;
+    }
+    return exponentiate(gap, 0, m_all);
+}
+
 /* [block forward] */
 static inline void attend_block(const heads *h, const workspace *x, span b, int64_t table, int64_t *slots,
                                 REAL *numbers_k, const int64_t *s) {
@@ -256,10 +297,11 @@ static inline void attend_block(const heads *h, const workspace *x, span b, int6
         hide_pairs(h, x->p, rows_q, n, b.m, numbers_k, earlier, all);
         REAL rescale[TILE];
         for (int64_t r = 0; r < n; r++) {
-            REAL old = table ? h->nearest[rows_q[r]] : INFINITY, now = row_minimum(x->p + r * m, m);
+            double old = table ? h->nearest[rows_q[r]] : INFINITY, now = row_minimum(x->p + r * m, m);
+            if (is_far(now)) now = exact_minimum(x->q + r * d, x->keys_t, h->d, x->p + r * m, m);
             h->nearest[rows_q[r]] = now = old < now ? old : now;
             rescale[r] = table ? exp((now - old) / 2) : 0;
-            REAL sum = exponentiate(x->p + r * m, now, m), before = table ? h->denominator[rows_q[r]] : 0;
+            REAL sum = weigh(x->q + r * d, x->keys_t, h->d, x->p + r * m, now, m), before = table ? h->denominator[rows_q[r]] : 0;
             h->denominator[rows_q[r]] = rescale[r] * before + sum;
         }
         product(x->p, m, 1, x->values, e, x->out, e, rows, e, b.m, 0);
@@ -273,7 +315,7 @@ static inline void attend_block(const heads *h, const workspace *x, span b, int6
 }
 
 // Quotients, and the rows back to where they belong.
-static inline void normalise_block(const heads *h, span b, REAL *out, REAL *nearest, REAL *denominator, REAL floor) {
+static inline void normalise_block(const heads *h, span b, REAL *out, double *nearest, REAL *denominator, REAL floor) {
     for (int64_t i = 0; i < b.m; i++) {
         int64_t row = b.at + i, point = b.head * h->n + b.order_q[i];
         nearest[point] = h->nearest[row];
@@ -284,7 +326,7 @@ static inline void normalise_block(const heads *h, span b, REAL *out, REAL *near
 
 /* [forward] */
 int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q, const int64_t *order_k,
-            const int64_t *count, REAL *out, REAL *denominator, REAL *nearest, double floor, const int64_t *s) {
+            const int64_t *count, REAL *out, REAL *denominator, double *nearest, double floor, const int64_t *s) {
     heads h = make_heads(s);
     if (!h.memory) return OUT_OF_MEMORY;
     int finite = 1;
@@ -319,7 +361,7 @@ int forward(const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
 
 /* [sorted gradients] */
 // Gradients of the output into the order of the first table, divided by the denominators; and times the output.
-static inline void sort_gradients(const heads *h, span b, const REAL *grad, const REAL *out, const REAL *nearest,
+static inline void sort_gradients(const heads *h, span b, const REAL *grad, const REAL *out, const double *nearest,
                                   const REAL *denominator) {
     for (int64_t i = 0; i < b.m; i++) {
         int64_t row = b.at + i, point = b.head * h->n + b.order_q[i];
@@ -350,7 +392,7 @@ static inline void differentiate_block(const heads *h, const workspace *x, span 
         product(x->out, e, 1, x->values_t, m, x->u, m, rows, m, h->e, 0);
         for (int64_t r = 0; r < n; r++) {
             REAL *p = x->p + r * m, *u = x->u + r * m, mean = h->dots[rows_q[r]];
-            exponentiate(p, h->nearest[rows_q[r]], m);
+            weigh(x->q + r * d, x->keys_t, h->d, p, h->nearest[rows_q[r]], m);
             for (int64_t j = 0; j < m; j += LANES) *at(u + j) = *at(p + j) * (*at(u + j) - mean);
         }
         memset(x->u + n * m, 0, (rows - n) * m * sizeof(REAL));
@@ -364,7 +406,7 @@ static inline void differentiate_block(const heads *h, const workspace *x, span 
 
 /* [backward] */
 int backward(const REAL *grad, const REAL *q, const REAL *k, const REAL *v, const int64_t *order_q,
-             const int64_t *order_k, const int64_t *count, const REAL *out, const REAL *denominator, const REAL *nearest,
+             const int64_t *order_k, const int64_t *count, const REAL *out, const REAL *denominator, const double *nearest,
              REAL *to_q, REAL *to_k, REAL *to_v, const int64_t *s) {
     heads h = make_heads(s);
     if (!h.memory) return OUT_OF_MEMORY;

@@ -292,11 +292,11 @@ def _tables(q, k, v, order_q, order_k, real, options):
 
 # %% ../../nbs/hept/32_attention.ipynb #32lse028
 def _kept(out, lse, real):
-    "Output, and L in two parts that add up to it; 0 where there is no point."
+    "Output, and L in two parts that add up to it, the second in float64; 0 where there is no point."
     if real is not None:
         out, lse = out.masked_fill_(~real[..., None], 0), lse.masked_fill(~real, 0)
     high = lse.to(out.dtype)
-    return out, high, (lse - high).to(out.dtype)
+    return out, high, lse - high
 
 
 def _attend_by_lse(q, k, v, order_q, order_k, real, diagnose, options):
@@ -410,7 +410,7 @@ def _operator(q: Tensor, k: Tensor, v: Tensor, order_q: Tensor, order_k: Tensor,
 
 @_operator.register_fake
 def _(q, k, v, *_):
-    return torch.empty_like(v), q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2])
+    return torch.empty_like(v), q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2], dtype=torch.float64)
 
 # %% ../../nbs/hept/32_attention.ipynb #32oper10
 @torch.library.custom_op("sparseattn::block_attention_backward", mutates_args=())
@@ -455,7 +455,8 @@ def hept_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: 
         mask: True = a real point. Blocks are cut from real points alone; masked points change nothing and return 0.
         floor: weight >= 0 of one more key, with value 0, in every table: a query far from all its keys then returns 0.
             The released code has 1e-20; the paper none.
-        impl: "fast"; "composed", the gather form; or "reference", in O(n^2).
+        impl: "fast", in C or, on a GPU, Triton, without keeping scores; "composed", the gather form, which keeps them and can be
+            quicker on a GPU where they fit; or "reference", in O(n^2).
         return_info: also return an `AttentionInfo` whose pattern holds the point in every slot of every block of
             queries and of keys, (2, t, b, h, blocks, block_size), n for an empty slot.
 

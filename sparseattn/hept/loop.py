@@ -59,7 +59,7 @@ def attend_in_loop(kernels, q: Float[Tensor, "rows n d"], k: Float[Tensor, "rows
         block_size: points in a block.
 
     Returns:
-        Output (rows, n, e), D and N (rows, n), and whether q, k and v are finite.
+        Output (rows, n, e), D and N (rows, n; N in float64), and whether q, k and v are finite.
 
     Example:
         >>> x, order, kernels = torch.randn(2, 50, 4), torch.rand(3, 2, 50).argsort(-1), loops(torch.zeros(1))
@@ -67,7 +67,8 @@ def attend_in_loop(kernels, q: Float[Tensor, "rows n d"], k: Float[Tensor, "rows
         True
     """
     blank = q.new_empty if count is None else q.new_zeros  # masked points stay 0
-    out, denominator, nearest = blank(v.shape), blank(q.shape[:2]), blank(q.shape[:2])
+    out, denominator = blank(v.shape), blank(q.shape[:2])
+    nearest = blank(q.shape[:2], dtype=torch.float64)
     nonfinite = kernels("forward", q, k, v, order_q, order_k, count, out, denominator, nearest, float(floor),
                         _sizes(order_q, q, v, union, block_size))
     return out, denominator, nearest, not nonfinite

@@ -181,7 +181,7 @@ def average_precision(
         mask: (n,) True = counts; None = all.
 
     Returns:
-        A number in (0, 1]; a ranking at random gives the share of positives on average.
+        A number in (0, 1]; a ranking at random gives on average the share of positives, and more where items are few.
 
     Raises:
         ValueError: lengths differ, or of what counts labels are not 0/1, scores not finite, or none is positive.

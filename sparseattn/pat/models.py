@@ -7,6 +7,7 @@ __all__ = ['HeadShuffleAttention', 'PointEmbedding', 'PATSegmenter', 'PATClassif
            'class_scores']
 
 # %% ../../nbs/pat/61_models.ipynb #cba171da
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..core.attention import (check_choice, check_count, check_int64, checked_cloud, fused_attention,
-                                       hide_masked, uncompiled)
+from ..core.attention import (check_choice, check_count, check_int64, check_mask, checked_cloud,
+                                       fused_attention, hide_masked, uncompiled)
 from ..core.points import farthest_point_sampling, gather_points
 from ..core.relaxation import check_tau
 from .layers import (GroupShuffleAttention, GumbelSubsetSampling, PointMLP, PositionEmbedding,
@@ -282,46 +283,62 @@ def set_tau(model: nn.Module, tau: float) -> None:
             layer.tau = tau
 
 # %% ../../nbs/pat/61_models.ipynb #f75da241
-def elementwise_loss(logits: Float[Tensor, "b m o"], labels: Int[Tensor, "b"]) -> Float[Tensor, ""]:
-    """Mean cross entropy of all elements of all clouds, each asked for the class of its cloud. PAT, Sec 3.5.
+def elementwise_loss(logits: Float[Tensor, "b m o"], labels: Int[Tensor, "b"],
+                     mask: Bool[Tensor, "b m"] | None = None) -> Float[Tensor, ""]:
+    """Mean cross entropy of the elements of a cloud, each asked for its cloud's class, then of all clouds. PAT, Sec 3.5.
 
     Args:
         logits: of the elements.
         labels: int64, one a cloud.
+        mask: True = an element, of a network that thins nothing; of a cloud without any, all answer alike.
 
     Raises:
         TypeError: labels that are no int64 tensor. ValueError: logits that are not (b, m, classes), labels that are not
-            (b,).
+            (b,). Both: a mask that is not boolean (b, m).
 
     Example:
         >>> round(elementwise_loss(torch.zeros(2, 3, 4), torch.tensor([0, 1])).item(), 4)
         1.3863
     """
-    _check_logits(logits)
+    logits, share = _answers(logits, mask)
     check_int64("labels", labels)
     if labels.shape != logits.shape[:1]:
         raise ValueError(f"labels must have shape {(len(logits),)}, got {tuple(labels.shape)}")
-    return F.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(logits.shape[1]))
+    labels = labels.repeat_interleave(logits.shape[1])
+    if share is None:
+        return F.cross_entropy(logits.flatten(0, 1), labels)
+    return (F.cross_entropy(logits.flatten(0, 1), labels, reduction="none") * share.flatten()).sum() / len(logits)
 
 
-def class_scores(logits: Float[Tensor, "b m o"]) -> Float[Tensor, "b o"]:
+def class_scores(logits: Float[Tensor, "b m o"], mask: Bool[Tensor, "b m"] | None = None) -> Float[Tensor, "b o"]:
     """Logarithm of the mean of the elements' probabilities. PAT, Sec 3.5.
 
     Args:
         logits: of the elements.
+        mask: see `elementwise_loss`.
 
     Raises:
-        ValueError: logits that are not (b, m, classes).
+        ValueError: logits that are not (b, m, classes). Or TypeError: a mask that is not boolean (b, m).
 
     Example:
         >>> class_scores(torch.tensor([[[0.0, 0.0], [0.0, 100.0]]])).exp()
         tensor([[0.2500, 0.7500]])
     """
-    _check_logits(logits)
-    return logits.log_softmax(-1).logsumexp(1) - torch.tensor(logits.shape[1], dtype=logits.dtype).log().item()
+    logits, share = _answers(logits, mask)
+    said = logits.log_softmax(-1)
+    if share is None:
+        return said.logsumexp(1) - math.log(said.shape[1])
+    return (said + share[..., None].log()).logsumexp(1)
 
 
-def _check_logits(logits):
+def _answers(logits, mask):
+    "Logits, those of padding as 0, and what each element counts for, its share of its cloud."
     if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape:
         raise ValueError(f"logits must be floating-point of shape (clouds, elements, classes), got "
                          f"{getattr(logits, 'dtype', type(logits).__name__)} {tuple(getattr(logits, 'shape', ()))}")
+    check_mask(mask, *logits.shape[:2])
+    if mask is None:
+        return logits, None
+    real = mask | ~mask.any(1, keepdim=True)
+    return hide_masked(logits, mask), real.to(logits.dtype) / real.sum(1, keepdim=True)
+

@@ -526,7 +526,7 @@ class SampledAttention(_Order):
         cycles: above 1, as many cyclic shifts of the draw, combined by `shift_attention`; converges to dense attention;
             at most n - 1 of them are used, which are dense attention.
         window: points of a window with dense attention inside; 2 is the cycle. Needs `cycles=1` above 2.
-        seed: for "fixed".
+        seed: for "fixed"; no part of the state_dict.
         head_dim: channels of a head; None takes `dim // heads`.
         impl: "fast", or "reference", patterns as matrices.
 
@@ -556,7 +556,8 @@ class SampledAttention(_Order):
     def extra_repr(self) -> str:
         """Options, for `print`."""
         return (f"heads={self.heads}, head_dim={self.head_dim}, resample={self.resample!r}, "
-                f"cycle_for={self.cycle_for!r}, cycles={self.cycles}, window={self.window}")
+                f"cycle_for={self.cycle_for!r}, cycles={self.cycles}, window={self.window}"
+                + (f", seed={self.seed}" if self.resample == "fixed" else ""))
 
     def heads_of(self, x: Float[Tensor, "b n c"]):
         """Queries, keys and values `(b, h, n, d)`."""
@@ -649,7 +650,7 @@ def composed_windows(layer: nn.Module, x: Float[Tensor, "b n c"], order: Int[Ten
     n, step = x.shape[1], window - 1
     if n % step:
         raise ValueError(f"window - 1 must divide the number of points, got window {window} and {n} points")
-    path = torch.eye(window, dtype=torch.bool).logical_or(torch.eye(window, dtype=torch.bool).roll(1, 1).triu(1))
+    path = torch.ones(window, window, dtype=torch.bool, device=x.device).triu().tril(1)
     result, wrapped = x, torch.cat([order, order[:1]])
     for start in range(0, n, step):
         points = wrapped[start : start + window]

@@ -411,7 +411,8 @@ def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes, wei
         if edge_features.shape != (*edges.shape[:2], sizes[1]):
             raise ValueError(f"edge_features must have shape {(*edges.shape[:2], sizes[1])}, "
                              f"got {tuple(edge_features.shape)}")
-        check_form("edge_features", edge_features, 3)
+        if edges.shape[1]:
+            check_form("edge_features", edge_features, 3)
         check_dtype(edge_features, weight)
         edge_features = hide_masked(edge_features, edge_mask)
         check_finite("edge_features", edge_features)

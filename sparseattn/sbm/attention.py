@@ -174,8 +174,8 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
 
 # %% ../../nbs/sbm/41_attention.ipynb #41few002
 _GRADIENTS = (*PRESENCE_RULES, "two-sided")
-# expected share of edges from which a matrix is taken: both cost the same at about 0.27 with 1,024 tokens, later with more. A
-# quarter, where training starts, is a matrix, so that a compiled layer, which always has one, draws what any other draws
+# expected share of edges from which a matrix is taken. A quarter, where training starts, is a matrix, so that a compiled
+# layer, which always has one, draws what any other draws
 _DENSE = 0.2
 
 

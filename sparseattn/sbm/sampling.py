@@ -145,7 +145,7 @@ def draw_edges(a: Float[Tensor, "*g n k"], z: Float[Tensor, "*g m k"], law: str,
                 [0, 1, 0, 1]])
     """
     batched, n = a.dim() == 3, a.shape[-2]
-    a, z = (x if batched else x[None] for x in (a, z))
+    a, z = (x.detach() if batched else x.detach()[None] for x in (a, z))
     kernels = c_kernels(_SOURCE, a) if impl == "fast" else None
     if kernels is None:
         return _as_edges(*_composed(a, z, law, generator), n, batched)

@@ -6,6 +6,8 @@
 __all__ = ['ROWS', 'SETTINGS', 'STUDY', 'Answers', 'RandomSubset', 'network', 'cooled', 'drawn']
 
 # %% ../../nbs/pat/62_shapes.ipynb #f2dcf721
+import copy
+
 import torch
 from torch import nn
 
@@ -154,10 +156,10 @@ def cooled(model, progress):
 
 
 def drawn(row, model, setting, data):
-    """The first chair of the test part: its points, the farthest ones, and times a pass that each of them is drawn."""
+    """The first chair of the test part: its points, the farthest ones, and times a pass that each of them is drawn, on a CPU."""
     if row != "PAT (FPS + GSS)":
         return {}
-    model, g, seen = model.cpu().network, torch.Generator().manual_seed(5), []
+    model, g, seen = copy.deepcopy(model).cpu().network, torch.Generator().manual_seed(5), []
     points, labels = data["test"]
     cloud = points[labels == data["_classes"].index("chair")][:1]
     layer = model.subsets[1]

@@ -385,6 +385,23 @@ def test_weights_that_underflow_are_normalised(dtype, far, tolerance, combine):
         assert relative(a, b) < tolerance
 
 
+@pytest.mark.parametrize("masked", ["none", "random"])
+@pytest.mark.parametrize("combine", ["sum", "union"])
+@pytest.mark.parametrize("far", [20.0, 300.0, 1e5])
+def test_queries_far_from_all_keys_keep_their_digits(far, combine, masked):
+    """An exponent is a difference of two squares of distances, which float32 holds to far^2 / 2^24 only."""
+    q, k, v, *orders = make(60, dtype=torch.float32)
+    q[:, :, ::3, 0] += far
+    options = dict(block_size=16, combine=combine, mask=make_mask(masked, 2, 60))
+    exact = output_and_gradients(
+        lambda *x: hept_attention(*x, *orders, impl="reference", **options), *(x.double() for x in (q, k, v))
+    )
+    ours = output_and_gradients(lambda *x: hept_attention(*x, *orders, **options), q, k, v)
+    assert relative(ours[0], exact[0]) < 1e-5 and relative(ours[3], exact[3]) < 1e-5
+    for a, b in zip(ours[1:3], exact[1:3], strict=True):       # each a sum of terms as long as the distance
+        assert (a - b).abs().max() < 5e-6 * far * exact[3].abs().max()
+
+
 def test_a_constant_value_stays():
     q, k, _, *orders = make(dtype=torch.float32)
     v = torch.full((2, 2, 13, 1), 2.5)

@@ -121,6 +121,25 @@ def test_elementwise_loss_is_the_mean_of_losses_and_bounds_the_mean():
     assert (class_scores(one) - one[:, 0].log_softmax(-1)).abs().max() < 1e-12
 
 
+def test_padding_answers_nothing():
+    """Neither in the loss nor in the scores, whatever it holds; a cloud of padding alone answers all classes alike."""
+    logits, labels = torch.randn(3, 4, 5, generator=gen()).double(), torch.tensor([0, 4, 2])
+    mask = torch.arange(7) < torch.tensor([[4], [2], [0]])
+    padded = torch.cat([logits, torch.full((3, 3, 5), torch.nan).double()], 1).requires_grad_()
+    each = [class_scores(logits[:1]), class_scores(logits[1:2, :2]), torch.full((1, 5), 0.2, dtype=logits.dtype).log()]
+    assert (class_scores(padded, mask) - torch.cat(each)).abs().max() < 1e-12
+    known = elementwise_loss(logits[:1], labels[:1]) + elementwise_loss(logits[1:2, :2], labels[1:2])
+    loss = elementwise_loss(padded, labels, mask)
+    assert (loss - (known + math.log(5)) / 3).abs() < 1e-12
+    (loss + class_scores(padded, mask).square().sum()).backward()
+    assert (padded.grad[~mask] == 0).all() and padded.grad[0, :4].abs().min() > 0
+    model = PATClassifier(5, **TINY).eval()
+    short = torch.nn.functional.pad(points := cloud(dtype=torch.float32), (0, 0, 0, 9))
+    real = torch.arange(short.shape[1]) < points.shape[1]
+    scores = class_scores(model(short, mask=real.expand(len(short), -1)), real.expand(len(short), -1))
+    assert (scores - class_scores(model(points))).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_parameter_learns(plan):
     torch.manual_seed(0)

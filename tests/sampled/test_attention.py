@@ -196,6 +196,18 @@ def test_composition_of_windows_is_not_the_cycle():
         composed_windows(layer, x, order, 6)
 
 
+def test_windows_are_made_where_the_points_are():
+    with torch.device("meta"):
+        layer, x, order = SampledAttention(8, 2), torch.randn(1, 6, 8), torch.arange(6)
+    assert composed_windows(layer, x, order, 3).shape == (1, 6, 8)
+
+
+def test_a_fixed_cycle_says_its_seed():
+    """No part of the state, so that two layers of one state may differ: their text tells them apart."""
+    one, other = (SampledAttention(8, 2, resample="fixed", seed=seed) for seed in (1, 2))
+    assert str(one) != str(other) and "seed" not in str(SampledAttention(8, 2))
+
+
 @pytest.mark.parametrize("order, window, message", [
     (torch.tensor([0, 0, 1, 2, 3, 4]), 3, "order must hold each point from 0 to 5 once"),
     (torch.arange(5), 3, "order must have shape"),

@@ -274,6 +274,13 @@ def test_bad_input():
         bridge(three, None, torch.zeros(1, 1, 2))
 
 
+@pytest.mark.parametrize("features", [0, 2])
+def test_a_graph_may_have_no_edges(features):
+    nodes, edges = torch.randn(2, 3, 3), torch.zeros(2, 0, 2, dtype=torch.long)
+    tokens, _ = GraphBridge(8, 3, features)(nodes, torch.zeros(2, 0, features) if features else None, edges)
+    assert tokens.shape == (2, 3, 8) and tokens.isfinite().all()
+
+
 def test_options_go_to_the_attention_and_unknown_ones_are_named():
     for make in (lambda **options: SequenceNetwork(4, 2, **options), lambda **options: PointNetwork(4, **options),
                  lambda **options: GraphNetwork(4, node_features=3, **options)):

@@ -175,6 +175,14 @@ def test_hard_clusters_with_certain_edges():
         assert len(i) == 4 * 30 * 30 and (i // 30 == j // 30).all()
 
 
+@pytest.mark.parametrize("impl", FORMS)
+@pytest.mark.parametrize("draw", [fastrg, bernoulli])
+def test_memberships_that_learn_are_drawn_from(draw, impl):
+    y, b, z = (x.requires_grad_() for x in soft(7, 7, 2))
+    first = draw(y, b / 4, z, generator=generator(), impl=impl)
+    assert torch.equal(first, draw(*(x.detach() for x in (y, b / 4, z)), generator=generator(), impl=impl))
+
+
 def test_zero_rates_never_draw():
     y = torch.eye(2).repeat_interleave(20, 0)
     for factor in (0.01, 0.5, 30.0):
