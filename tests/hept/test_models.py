@@ -478,7 +478,7 @@ def test_released_embeddings(name):
         found = model(x[None], coords[None])[0]
     assert (found - expected).norm() / expected.norm() < 1e-3
     apart = (found - expected).norm(dim=1) / expected.norm(dim=1)
-    assert apart.median() < 1e-6 and (apart < 1e-4).double().mean() > 0.98
+    assert apart.median() < 1e-6 and (apart < 1e-4).double().mean() > 0.95
 
 
 @needs_weights
