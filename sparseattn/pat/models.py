@@ -285,7 +285,7 @@ def set_tau(model: nn.Module, tau: float) -> None:
 # %% ../../nbs/pat/61_models.ipynb #f75da241
 def elementwise_loss(logits: Float[Tensor, "b m o"], labels: Int[Tensor, "b"],
                      mask: Bool[Tensor, "b m"] | None = None) -> Float[Tensor, ""]:
-    """Mean cross entropy of the elements of a cloud, each asked for its cloud's class, then of all clouds. PAT, Sec 3.5.
+    """Mean over clouds of the mean cross entropy of their elements, with the class of the cloud for each. PAT, Sec 3.5.
 
     Args:
         logits: of the elements.

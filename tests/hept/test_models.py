@@ -470,15 +470,12 @@ needs_weights = pytest.mark.skipif(
 @needs_weights
 @pytest.mark.parametrize("name", ["reference_1400", "reference"])
 def test_released_embeddings(name):
-    """Of all hits but a few: a code beside a border falls on either side of it, as the processor rounds."""
     model = load_released(data_path("hept_checkpoint", "tracking60k.npz"))
     with np.load(data_path("hept_checkpoint", f"{name}.npz"), allow_pickle=False) as file:
         x, coords, expected = (torch.from_numpy(file[key]) for key in ("x", "coords", "embeddings"))
     with torch.no_grad():
         found = model(x[None], coords[None])[0]
-    assert (found - expected).norm() / expected.norm() < 1e-3
-    apart = (found - expected).norm(dim=1) / expected.norm(dim=1)
-    assert apart.median() < 1e-6 and (apart < 1e-4).double().mean() > 0.95
+    assert (found - expected).norm() / expected.norm() < 1e-4
 
 
 @needs_weights
