@@ -1967,6 +1967,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'sparseattn.hept.gpu._launch': ('hept/block_gpu.html#_launch', 'sparseattn/hept/gpu.py'),
                                      'sparseattn.hept.gpu._place': ('hept/block_gpu.html#_place', 'sparseattn/hept/gpu.py'),
                                      'sparseattn.hept.gpu._points': ('hept/block_gpu.html#_points', 'sparseattn/hept/gpu.py'),
+                                     'sparseattn.hept.gpu._program': ('hept/block_gpu.html#_program', 'sparseattn/hept/gpu.py'),
                                      'sparseattn.hept.gpu._told': ('hept/block_gpu.html#_told', 'sparseattn/hept/gpu.py'),
                                      'sparseattn.hept.gpu._write': ('hept/block_gpu.html#_write', 'sparseattn/hept/gpu.py'),
                                      'sparseattn.hept.gpu.attend_on_gpu': ('hept/block_gpu.html#attend_on_gpu', 'sparseattn/hept/gpu.py'),

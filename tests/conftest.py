@@ -239,19 +239,31 @@ def executed() -> subprocess.CompletedProcess:
     )
 
 
-COMPILER = """
+COMPILER = r"""
+import re, subprocess, tempfile
+from pathlib import Path
+
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 
-def compiled(kernel, processor, types, constants, **options):
-    "Assembly of a kernel for NVIDIA; an argument without a type is a row of float32."
+def compiled(kernel, processor, types, constants, code="ptx", **options):
+    "A kernel for NVIDIA, in assembly or binary; an argument without a type is a row of float32."
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     names = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=names, constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", processor, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", processor, 32), options=options).asm[code]
+
+
+def stack(kernel, *args, **options):
+    "Bytes a thread keeps in memory since its registers hold no more."
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled(kernel, *args, code="cubin", **options))
+        reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        said = subprocess.run([reader, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:([0-9]+)", said)[1])
 
 
 """

@@ -34,7 +34,8 @@ class check_values:
 
     Args:
         on: True, everywhere; False, nowhere; None, the default, on a CPU only. Not under `torch.compile`, `torch.export`
-            or `torch.func`. Indices that a kernel on a CPU would follow out of its memory are looked at in any case.
+            or `torch.func`. Indices that a kernel on a CPU would follow out of its memory are looked at in any case; on a GPU
+            those are followed unless it is True.
 
     Raises:
         ValueError: anything else.
@@ -1040,7 +1041,7 @@ def _gradients_on_gpu(grad, q, k, v, row, column, out, log_total, scale, rule):
     if rule is None:
         return *found, None
     share, alone = (scores - log_total[row]).exp(), (starts.diff() == 1)[row]
-    value = change + (grad * out).sum(1)[row]               # the edge's value times the gradient
+    value = change + (grad.to(change.dtype) * out).sum(1)[row]               # the edge's value times the gradient
     return *found, _presence_gradient(rule, share * change, scores, share, alone, value)
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00a08
@@ -1088,7 +1089,7 @@ def _attend_on_list(q, k, v, presence, absence, listed, absent, scale, rule):
     return _softmax_on_list(q, k, v, row, column, scale)[0]
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00a10
-@torch.library.custom_op("sparseattn::edge_attention", mutates_args=())
+@torch.library.custom_op("sparseattn::edge_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def _operator(q: Tensor, k: Tensor, v: Tensor, presence: Tensor | None, absence: Tensor | None, edges: Tensor,
               candidates: Tensor | None, n: int, m: int, scale: float, rule: str) -> tuple[Tensor, Tensor]:
     for name, pairs in (("edges", edges), ("candidates", candidates)):
@@ -1103,17 +1104,19 @@ def _(q, k, v, *_):
     return q.new_empty(q.shape[0], v.shape[1]), q.new_empty(q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00a11
-@torch.library.custom_op("sparseattn::edge_attention_backward", mutates_args=())
+@torch.library.custom_op("sparseattn::edge_attention_backward", mutates_args=(),
+                        tags=torch.Tag.cudagraph_unsafe)
 def _operator_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, candidates: Tensor | None,
                        out: Tensor, log_total: Tensor, n: int, m: int, scale: float, rule: str,
                        present: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (row, column, order), absent = _edge_list(edges, n, m), _ordered_list(candidates, n, m)
     rule = rule if present else None
     *found, to_presence = _list_gradients(grad, q, k, v, row, column, out, log_total, None, scale, rule)
-    to_absence = q.new_empty(0)
+    nothing = q.new_empty(0, dtype=log_total.dtype)
+    to_absence = nothing
     if candidates is not None:
         to_absence = _absence_gradient(grad, q, k, v, out, log_total, *absent[:2], scale)
-    to_presence = q.new_empty(0) if to_presence is None else to_presence
+    to_presence = nothing if to_presence is None else to_presence
     return *found, _in_order(to_presence, order), _in_order(to_absence, absent[2])
 
 
@@ -1125,7 +1128,8 @@ def _in_order(x, order):
 @_operator_backward.register_fake
 def _(grad, q, k, v, edges, candidates, out, log_total, n, m, scale, rule, present):
     counts = edges.shape[1] if present else 0, 0 if candidates is None else candidates.shape[1]
-    return *map(torch.empty_like, (q, k, v)), *map(q.new_empty, counts)
+    rows = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *rows, *(log_total.new_empty(count) for count in counts)
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00a12
 def _keep_operator(ctx, inputs, output):

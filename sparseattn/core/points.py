@@ -11,6 +11,8 @@ import functools
 import importlib.util
 import math
 import numbers
+import os
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -396,9 +398,11 @@ def peers_on_gpu(x: Tensor, form, pattern=None) -> dict:
 # %% ../../nbs/core/04_points.ipynb #04comp01
 @functools.cache
 def _compiles_for(gpu):
-    "Whether Triton is there, and compiles for a GPU: compute capability 7.0 or higher."
+    "Whether Triton is there with the C compiler that it needs, and compiles for a GPU: compute capability 7.0 or higher."
     found = importlib.util.find_spec("triton") is not None and getattr(torch._C, "_cuda_getDeviceCount", int)() > 0
-    return found and torch.cuda.get_device_capability(gpu) >= (7, 0)
+    called = os.environ.get("CC", "gcc").split() or [""]
+    compiler = shutil.which(called[0]) or "CC" not in os.environ and shutil.which("clang")
+    return bool(found and compiler) and torch.cuda.get_device_capability(gpu) >= (7, 0)
 
 
 _compiles_for._dynamo_marked_constant = True  # as `torch.compiler.assume_constant_result`, which loads the compiler

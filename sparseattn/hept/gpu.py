@@ -136,18 +136,23 @@ def _backward_keys(q, k, v, order_q, order_k, count, block_q, block_k, grad, del
     _write(to_v, own, there, by_value, E, E_ALL)
 
 # %% ../../nbs/hept/39_block_gpu.ipynb #39laun02
-_TILE, _WARPS = 64, 2       # points that a program holds at most, and the warps that it runs on
+_TILE, _ROOM = 64, 4096     # points that a program holds at most, and their channels
+
+
+def _program(d, e, block_size):
+    "Points and warps of a program."
+    wide = triton.next_power_of_2(max(d, e))
+    return max(16, min(_TILE, _ROOM // wide, triton.next_power_of_2(block_size))), 2 if wide <= 32 else 8
 
 
 def _launch(kernel, tensors, order, d, e, union, block_size):
     "A program for each tile of each block of each row in each table."
-    tables, rows, n = order.shape
-    tile = min(_TILE, max(16, triton.next_power_of_2(block_size)))
+    (tables, rows, n), (tile, warps) = order.shape, _program(d, e, block_size)
     tiles = -(-block_size // tile)
     with torch.cuda.device_of(tensors[0]):
         kernel[(tables * rows * -(-n // block_size) * tiles,)](
             *tensors, rows, n, D=d, E=e, D_ALL=triton.next_power_of_2(d), E_ALL=triton.next_power_of_2(e),
-            UNION=union, FAR=128.0, BLOCK=block_size, TILES=tiles, TILE=tile, num_warps=_WARPS)
+            UNION=union, FAR=128.0, BLOCK=block_size, TILES=tiles, TILE=tile, num_warps=warps)
 
 # %% ../../nbs/hept/39_block_gpu.ipynb #76ac3d17
 def _blocks(order, block_size):

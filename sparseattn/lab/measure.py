@@ -377,7 +377,7 @@ def peak_memory(function: Callable[[], object], *, device: str | torch.device = 
 # %% ../../nbs/lab/23_measure.ipynb #0dc5f8a0
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of a machine: copy (bytes/s, read + written), gemm (float32 flop/s), exp (1/s)."""
+    """Measured limits of a machine: copy (bytes/s, read + written), gemm (float32 flop/s), exp (1/s; infinite on a GPU)."""
 
     copy: float
     gemm: float
@@ -399,13 +399,14 @@ def machine_ceilings(threads: int | None = None, device: str | torch.device = "c
         device: "cpu" or "cuda".
     """
     device = torch.device(device).type
-    large, small, side = (32 * 2**20, 2**16, 1024) if device == "cpu" else (2**28, 2**26, 8192)
+    large, side = (32 * 2**20, 1024) if device == "cpu" else (2**28, 8192)
     source, matrix = torch.ones(large, device=device), torch.ones(side, side, device=device)
-    target, product, few = torch.empty_like(source), torch.empty_like(matrix), torch.zeros(small, device=device)
+    target, product, few = torch.empty_like(source), torch.empty_like(matrix), torch.zeros(2**16)
     with _threads(threads):
         return Ceilings(copy=_rate(2 * source.nbytes, lambda: target.copy_(source)),
                         gemm=_rate(2 * side**3, lambda: torch.mm(matrix, matrix, out=product)),
-                        exp=_rate(20 * small, lambda: [torch.exp(few, out=few.zero_()) for _ in range(20)]),
+                        exp=math.inf if device != "cpu" else _rate(
+                            20 * len(few), lambda: [torch.exp(few, out=few.zero_()) for _ in range(20)]),
                         threads=torch.get_num_threads() if device == "cpu" else 0, device=device)
 
 # %% ../../nbs/lab/23_measure.ipynb #f49486f2

@@ -384,6 +384,8 @@ def run_device(scale: str, device: str | None = None) -> torch.device:
         wants = f"device {requested}" if requested else f"scale {scale}"
         raise ValueError(f"{wants} needs a CUDA device; torch {torch.__version__} finds none here. "
                          "device='cpu', or SPARSEATTN_DEVICE=cpu in the environment, rehearses it on the CPU")
+    if chosen.index is not None and chosen.type == "cuda":
+        torch.cuda.set_device(chosen)                             # clocks and memory are those of the current one
     return chosen
 
 # %% ../../nbs/lab/20_run.ipynb #42ebfe7c

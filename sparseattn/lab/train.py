@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -124,14 +125,17 @@ def _share(batches: Iterable, rank: int, world: int):
         yield group[rank]
 
 # %% ../../nbs/lab/21_train.ipynb #9cd2d0e0
-def _ahead(batches: Iterable, prepare: Callable):
-    """`prepare(batch)` of each batch, in order; a thread makes the next one while the caller uses the present one."""
+def _ahead(batches: Iterable, prepare: Callable, begin: Callable | None = None):
+    """`prepare(batch)` of each batch, in order; a thread makes the next one while the caller uses the present one.
+
+    `begin` runs first in that thread.
+    """
     source, end = iter(batches), object()
 
     def following():
         return end if (batch := next(source, end)) is end else prepare(batch)
 
-    pool = ThreadPoolExecutor(1)
+    pool = ThreadPoolExecutor(1, initializer=begin)
     try:
         coming = pool.submit(following)
         while (batch := coming.result()) is not end:
@@ -147,7 +151,8 @@ def _pinned(batch):
 
 def _on_device(batches: Iterable, device):
     """The batches, moved to the device: one ahead on CUDA, in their turn elsewhere."""
-    ready = _ahead(batches, _pinned) if device.type == "cuda" else batches
+    here = partial(torch.cuda.set_device, device)                # which is current is known to each thread alone
+    ready = _ahead(batches, _pinned, here) if device.type == "cuda" else batches
     return (to_device(batch, device) for batch in ready)
 
 # %% ../../nbs/lab/21_train.ipynb #86898680
@@ -588,7 +593,9 @@ def _device(device, model):
 
 
 def _start(model, plan: _Plan, seed):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)                    # and not those of other devices, which are not put back
+    if plan.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
     optimiser = plan.optimiser.build([p for p in model.parameters() if p.requires_grad])
     steps = [plan.steps] if plan.schedule.by_step(plan.steps) else []      # schedules of one's own may know epochs only
     rule = plan.schedule.build(optimiser, plan.epochs, *steps)

@@ -17,7 +17,8 @@ from ..core.gpu import _rows
 def _piece(order, count, n, heads, by_cloud, by_head, PLACES: tl.constexpr, BY_POINT: tl.constexpr, PADDED: tl.constexpr):
     "The order, places in it, how many of it are real, number of the first row, and step from point to point."
     pieces = tl.cdiv(n, PLACES)
-    cloud, head = (tl.program_id(0) // pieces // heads).to(tl.int64), tl.program_id(0) // pieces % heads
+    number = (tl.program_id(0) // pieces).to(tl.int64)
+    cloud, head = number // heads, number % heads
     place = tl.program_id(0) % pieces * PLACES + tl.arange(0, PLACES)
     first, step, points = (cloud * heads + head) * n, 1, n
     if BY_POINT:

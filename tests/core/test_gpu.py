@@ -79,6 +79,35 @@ def test_the_function_takes_them(rule, monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_operator_says_what_it_gives(dtype, monkeypatch):
+    "Shapes, strides and dtypes without data, also from rows that lie transposed in memory and in half precision."
+    monkeypatch.setattr(attention, "_on_gpu", lambda x: True)
+    rows, row, column, grad = given(9, 30, 0.5, dtype=dtype)
+    q, k, v = (x.mT.contiguous().mT for x in rows)
+    edges = torch.stack([torch.zeros_like(row), row, column.long()])
+    collectors, size = (torch.ones(len(row), device=DEVICE), None), (9, 30, 0.3, "score")
+    torch.library.opcheck(attention._operator, (q, k, v, *collectors, edges, None, *size))
+    kept = attention._operator(q, k, v, *collectors, edges, None, *size)
+    torch.library.opcheck(attention._operator_backward, (grad, q, k, v, edges, None, *kept, *size, True))
+
+
+def test_a_product_that_half_precision_cannot_hold(monkeypatch):
+    "The one edge of a query has the gradient v . grad by its presence, here up to 2e5; float16 ends at 65,504."
+    monkeypatch.setattr(attention, "_on_gpu", lambda x: True)
+    (q, k, v), row, column, grad = given(9, 30, 0.05, dtype=torch.float16)
+    v, grad, found = 200 * v, 200 * grad, []
+    for wide in (torch.float16, torch.float32):
+        rows = [x.to(wide) for x in (q, k, v)]
+        out, log_total = attention._softmax_on_list(*rows, row, column, 0.3)[:2]
+        gradients = attention._list_gradients(
+            grad.to(wide), *rows, row, column, out, log_total, None, 0.3, "removal")
+        found.append(gradients[3])
+    alone = (row.bincount(minlength=9) == 1)[row]
+    assert alone.any() and found[1][alone].abs().max() > 65504
+    torch.testing.assert_close(found[0][alone], found[1][alone], rtol=2e-3, atol=200.0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter runs one program after the other")
 def test_a_run_repeats_bit_by_bit():

@@ -339,3 +339,18 @@ def test_farthest_points_under_vmap():
     points = torch.rand(2, 10, 3)
     found = torch.vmap(lambda cloud: farthest_point_sampling(cloud[None], 3)[0])(points)
     assert torch.equal(found, farthest_point_sampling(points, 3))
+
+
+@pytest.mark.parametrize("found, variable, expected", [
+    ({"gcc"}, None, True), ({"clang"}, None, True), (set(), None, False), ({"gcc"}, "", False),
+    ({"ccache", "gcc"}, "ccache gcc", True), ({"gcc"}, "nowhere", False)])
+def test_triton_needs_a_compiler(found, variable, expected, monkeypatch):
+    "It compiles what launches a kernel, by CC, or else gcc or clang; an empty CC means none, as for the kernels in C."
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
+    monkeypatch.setattr(module.shutil, "which", lambda name: name if name in found else None)
+    monkeypatch.delenv("CC", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CC", variable)
+    assert module._compiles_for.__wrapped__(0) is expected

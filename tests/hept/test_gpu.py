@@ -165,8 +165,23 @@ for union, processor in ((False, 80), (True, 90)):
 """
 
 
-def test_compiles_for_two_generations_of_processors(compile_without_gpu):
-    compile_without_gpu(COMPILED)
+IN_REGISTERS = """
+from sparseattn.hept import gpu
+
+types = dict.fromkeys(("order_q", "order_k", "count"), "*i64") | dict.fromkeys(("block_q", "block_k"), "*i32")
+types |= dict(rows="i32", n="i32", log_total="*fp64")
+for channels in (32, 64, 128):
+    tile, warps = gpu._program(channels, channels, 100)
+    wide = dict(D=channels, E=channels, D_ALL=channels, E_ALL=channels)
+    constants = wide | dict(UNION=True, FAR=128.0, BLOCK=100, TILES=-(-100 // tile), TILE=tile)
+    for kernel in (gpu._forward, gpu._backward_queries, gpu._backward_keys):
+        assert stack(kernel, 90, types, constants, num_warps=warps) <= 16, (kernel.__name__, channels)
+"""
+
+
+@pytest.mark.parametrize("script", [COMPILED, IN_REGISTERS], ids=["two generations", "in registers"])
+def test_compiles_for_nvidia(compile_without_gpu, script):
+    compile_without_gpu(script)
 
 
 @pytest.mark.gpu

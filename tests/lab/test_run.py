@@ -140,8 +140,12 @@ def test_a_device_that_torch_does_not_know():
 def test_a_scale_that_needs_a_gpu_gets_it(root, monkeypatch):
     monkeypatch.delenv("SPARSEATTN_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert [run.run_device(scale).type for scale in run.SCALES] == ["cpu", "cpu", "cuda", "cuda"]
+    assert not current
     assert run.run_device("cpu", "cuda:1") == torch.device("cuda", 1)
+    assert current == [torch.device("cuda", 1)]  # whose clock and memory are looked at from now on
 
 
 # --- a run

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -670,6 +671,31 @@ def test_two_processes_equal_one_with_joined_batches(tmp_path):
         )
     with pytest.raises(ValueError, match="processes was 2, is 1"):
         space["train"](32, 5, tmp_path / "state")
+
+
+def test_a_run_on_the_cpu_seeds_no_gpu(monkeypatch):
+    model, seeded = network(), []
+    for name in ("manual_seed", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, seeded.append)
+    fit(model, batches, loss, epochs=1, seed=3)
+    assert not seeded
+
+
+def test_the_thread_that_prepares_has_the_device_of_the_run():
+    "Which GPU is current each thread knows for itself."
+    from pretend import pretend_gpu  # not above: programs import this file from other folders
+
+    threads, begun = [], []
+
+    def prepared(batch):
+        threads.append(threading.get_ident())
+        return batch
+
+    found = list(T._ahead(range(5), prepared, lambda: begun.append(threading.get_ident())))
+    assert found == list(range(5)) and set(threads) == set(begun) != {threading.get_ident()} and len(begun) == 1
+    with pretend_gpu(), mock.patch.object(torch.cuda, "set_device", begun.append):
+        assert len(list(T._on_device([torch.zeros(2)], torch.device("cuda", 0)))) == 1
+    assert begun[1:] == [torch.device("cuda", 0)]
 
 
 @pytest.mark.gpu
