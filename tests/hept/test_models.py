@@ -467,15 +467,30 @@ needs_weights = pytest.mark.skipif(
 )
 
 
+def away(found, expected):
+    "Number of hits whose embeddings differ by more than 1e-4."
+    return int(((found - expected).norm(dim=1) > 1e-4 * expected.norm(dim=1)).sum())
+
+
 @needs_weights
 @pytest.mark.parametrize("name", ["reference_1400", "reference"])
 def test_released_embeddings(name):
-    model = load_released(data_path("hept_checkpoint", "tracking60k.npz"))
+    """But for hits that rounding moves over the border of a block, and which ones depends on the processor.
+
+    How many those are the last bit of the inputs tells: 11 to 22 of 1,400, 4 to 10 of 777. The sums of four layers are
+    rounded too, hence twice as many.
+    """
+    model, g = load_released(data_path("hept_checkpoint", "tracking60k.npz")), torch.Generator().manual_seed(0)
     with np.load(data_path("hept_checkpoint", f"{name}.npz"), allow_pickle=False) as file:
         x, coords, expected = (torch.from_numpy(file[key]) for key in ("x", "coords", "embeddings"))
+    moved = []
     with torch.no_grad():
         found = model(x[None], coords[None])[0]
-    assert (found - expected).norm() / expected.norm() < 1e-4
+        for _ in range(8):
+            towards = torch.randint(0, 2, x.shape, generator=g) * 2e9 - 1e9
+            moved.append(away(model(x.nextafter(towards)[None], coords[None])[0], found))
+    assert max(moved) < 0.03 * len(x)
+    assert away(found, expected) <= 2 * max(moved)
 
 
 @needs_weights
