@@ -25,7 +25,7 @@ from ..core.attention import (attention_logits, check_choice, check_count, check
                                        hide_masked, masked_softmax, sees_values, uncompiled, without_autocast)
 from ..core.kernels import CoordinateDecay, _summed, append_coordinates
 from ..core.points import gather_points, invert, take_rows
-from ..core.transformer import _place_code, head_channels, register_attention
+from ..core.transformer import _checked_places, _place_code, head_channels, register_attention
 
 # %% ../../nbs/baselines/38_clouds.ipynb #593f3e10
 def _real_first(order, mask):
@@ -125,15 +125,16 @@ def clustered_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         torch.Size([1, 2, 10, 4])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    _check_clusters(q, order_q, order_k, size, impl)
-    check_scale(scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if impl == "reference":
-        count = cluster_counts(order_q, order_k, size, mask).to(q.dtype)
-        out = masked_softmax(attention_logits(q, k, scale=scale) + count.clamp(min=1).log(), count > 0) @ v
-    else:
-        out = _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale)
-    return _finished(out, mask, dtype)
+    with without_autocast(q):
+        _check_clusters(q, order_q, order_k, size, impl)
+        check_scale(scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if impl == "reference":
+            count = cluster_counts(order_q, order_k, size, mask).to(q.dtype)
+            out = masked_softmax(attention_logits(q, k, scale=scale) + count.clamp(min=1).log(), count > 0) @ v
+        else:
+            out = _softmax_in_clusters(q, k, v, order_q, order_k, size, mask, scale)
+        return _finished(out, mask, dtype)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #37155d25
 def _check_clusters(q, order_q, order_k, size, impl):
@@ -368,11 +369,12 @@ def scatterbrain_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n 
         torch.Size([1, 2, 10, 4])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    _check_clusters(q, order_q, order_k, size, impl)
-    features = _checked_features(features, q)
-    q, k = (x * x.shape[-1] ** -0.25 for x in (q, k))
-    form = _scatterbrain_reference if impl == "reference" else _scatterbrain_fast
-    return _finished(form(q, k, v, order_q, order_k, features, size, mask), mask, dtype)
+    with without_autocast(q):
+        _check_clusters(q, order_q, order_k, size, impl)
+        features = _checked_features(features, q)
+        q, k = (x * x.shape[-1] ** -0.25 for x in (q, k))
+        form = _scatterbrain_reference if impl == "reference" else _scatterbrain_fast
+        return _finished(form(q, k, v, order_q, order_k, features, size, mask), mask, dtype)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #80960710
 def _scatterbrain_reference(q, k, v, order_q, order_k, features, size, mask):
@@ -519,7 +521,8 @@ class FLTAttention(_PointAttention):
             self.register_buffer(name, draw)
 
     def _draw(self, offsets, features, generator):
-        return (torch.randn(self.heads, offsets, self.coord_dims, generator=generator),
+        return (torch.randn(self.heads, offsets, self.coord_dims, generator=generator,
+                            device=None if generator is None else generator.device),
                 orthogonal_features(features, self.head_dim + 2 * offsets * len(self.groups), heads=self.heads,
                                     generator=generator))
 
@@ -577,9 +580,10 @@ def gaussian_performer(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"],
         torch.Size([2, 4, 10, 8])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    features = _checked_features(features, q)
-    to_k = k @ features.mT - k.square().sum(-1, keepdim=True)
-    return _finished(_by_features(_own(q @ features.mT), to_k, v, mask, _exp), mask, dtype)
+    with without_autocast(q):
+        features = _checked_features(features, q)
+        to_k = k @ features.mT - k.square().sum(-1, keepdim=True)
+        return _finished(_by_features(_own(q @ features.mT), to_k, v, mask, _exp), mask, dtype)
 
 # %% ../../nbs/baselines/38_clouds.ipynb #862ee471
 @register_attention("performer_k")
@@ -711,6 +715,8 @@ class FlatFormerAttention(_PointAttention):
             check_count(name, value)
         check_choice("impl", impl, ("fast", "reference"))
         check_choice("turn", turn, (None, 0, 1, 2, 3))
+        if slices > (most := 1000 if turn in (0, 1) else 500):
+            raise ValueError(f"slices must be at most {most}, so many as the plane's cells allow, got {slices}")
         self.slices, self.size, self.turn, self.impl = slices, size, turn, impl
 
     def _attend(self, q, k, v, coords, mask):
@@ -770,7 +776,7 @@ class FlatFormerLayer(nn.Module):
                 mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False):
         """`(b, n, c)` to `(b, n, c)`; with `return_info` also what the attention reports."""
         x = hide_masked(x, mask)
-        place = None if self.place is None else self.place(hide_masked(coords, mask).to(x.dtype))
+        place = None if self.place is None else self.place(hide_masked(_checked_places(self.place, coords), mask).to(x.dtype))
         out, info = self.attention(x, coords, mask, True, place) if return_info else (
             self.attention(x, coords, mask, place=place), None)
         x = self.norm1(x + out)

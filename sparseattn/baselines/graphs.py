@@ -22,8 +22,8 @@ from ..core.points import check_index, farthest_point_sampling, interpolate, knn
 
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
 def _normalised(norm, x, mask=None):
-    "Batch normalisation of the last axis; in training the statistics are those of the real rows."
-    if mask is None or not norm.training:
+    "Batch normalisation of the last axis; statistics of a batch are those of its real rows."
+    if mask is None or not (norm.training or norm.running_mean is None):
         return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
     real = x[mask]
     real = norm(real.reshape(-1, x.shape[-1])).view(real.shape)
@@ -623,26 +623,29 @@ def _edge_moments(centre, other, near, start, end):
 def _edges_pulled(layer, centre, other, index, mask):
     "max over j of layer(c_i + o_j), without rows for the edges."
     norm, dtype = layer.norm, centre.dtype
-    centre, other, weight, bias = (x.to(torch.promote_types(x.dtype, torch.float32))
-                                   for x in (centre, other, norm.weight, norm.bias))
-    sign = torch.where(weight < 0, -1.0, 1.0).to(weight.dtype)
-    own = norm.training or norm.running_mean is None        # statistics of the batch
-    if own:
-        start, end = _shares(index, mask, other.dtype)
-        shift = end @ other.detach().flatten(0, 1)
-        centre, other = centre + shift, other - shift
-    best, near = _nearby(other * sign, index, own)
-    if own:
-        mean, var = _edge_moments(centre, other, near * sign, start, end)
-        _track(norm, mean, var, _edge_count(index, mask))
-    else:
-        mean, var = norm.running_mean, norm.running_var
-    scale = weight * (var + norm.eps).rsqrt()
-    return F.leaky_relu_((centre + best * sign - mean) * scale + bias, layer.slope).to(dtype)
+    with without_autocast(centre):
+        centre, other, weight, bias = (x.to(torch.promote_types(x.dtype, torch.float32))
+                                       for x in (centre, other, norm.weight, norm.bias))
+        sign = torch.where(weight < 0, -1.0, 1.0).to(weight.dtype)
+        own = norm.training or norm.running_mean is None        # statistics of the batch
+        if own:
+            start, end = _shares(index, mask, other.dtype)
+            shift = end @ other.detach().flatten(0, 1)
+            centre, other = centre + shift, other - shift
+        best, near = _nearby(other * sign, index, own)
+        if own:
+            mean, var = _edge_moments(centre, other, near * sign, start, end)
+            _track(norm, mean, var, _edge_count(index, mask))
+        else:
+            mean, var = norm.running_mean, norm.running_var
+        scale = weight * (var + norm.eps).rsqrt()
+        return F.leaky_relu_((centre + best * sign - mean) * scale + bias, layer.slope).to(dtype)
 
 # %% ../../nbs/baselines/28_graphs.ipynb #a9646296
 class EdgeConv(nn.Module):
     """Layers on the edges to given neighbours, a maximum over these. DGCNN, Sec 3.1.
+
+    Only the reference form has a gradient of its gradient, and runs under torch's deterministic algorithms on a GPU.
 
     Args:
         inputs: channels of a point.
@@ -724,7 +727,7 @@ def _edge_layers(model, plan, outputs, dropout):
 class DGCNN(_Network):
     """Dynamic graph CNN: EdgeConvs on neighbours in the space of features. Wang et al. 2019, Sec 4 and 5.
 
-    With `return_info` also a dict: "graphs" and "features", a list each, for every EdgeConv the neighbours (b, n, k)
+    It has no gradient of its gradient. With `return_info` also a dict: "graphs" and "features", a list each, for every EdgeConv the neighbours (b, n, k)
     it used and the features it gave; "input", the alignment, if there is one.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .graphs import _bags
 from .sets import nearest
-from ..core.attention import check_choice, check_count, check_number, checked_cloud, hide_masked, uncompiled
+from ..core.attention import check_choice, check_count, check_number, checked_cloud, hide_masked, masked_mean, uncompiled
 from ..core.points import gather_points
 
 # %% ../../nbs/baselines/39_messages.ipynb #f5d0b8a6
@@ -171,8 +171,9 @@ class GatedLayer(nn.Module):
     def forward(self, x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"], index: Int[Tensor, "b n m"],
                 there: Bool[Tensor, "b n m"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n d"]:
         """New features of every point."""
-        n = x.new_full((len(x),), x.shape[1]) if mask is None else mask.sum(1).clamp(min=1).to(x.dtype)
-        whole, count = (hide_masked(x, mask).sum(1) / n[:, None])[:, None].expand_as(x), n.log()[:, None, None]
+        n = torch.full((len(x),), x.shape[1], device=x.device) if mask is None else mask.sum(1).clamp(min=1)
+        count = n.to(torch.promote_types(x.dtype, torch.float32)).log().to(x.dtype)[:, None, None]
+        whole = masked_mean(x, mask)[:, None].expand_as(x)
         offset = (gather_points(coords, index) - coords[:, :, None]).to(x.dtype)
         near = (-offset.square().sum(-1) / self.log_width.exp()).exp()
         other, own, mean, place, close, size = self.gate.weight[0].split([x.shape[2]] * 3 + [offset.shape[3], 1, 1])

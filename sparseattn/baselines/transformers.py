@@ -53,7 +53,7 @@ def _with_ones(v):
 
 # %% ../../nbs/baselines/26_transformers.ipynb #83403487
 def _elu_plus_one(x):
-    return x.clamp(max=0).exp() + x.clamp(min=0)
+    return x.clamp(max=0).exp() + x.relu()
 
 
 def linear_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: Float[Tensor, "b h n e"], *,
@@ -76,8 +76,9 @@ def linear_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
         torch.Size([2, 4, 10, 8])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    sums = _hide(_elu_plus_one(k), mask).transpose(-1, -2) @ _with_ones(v)
-    return _finished(_over_total(_elu_plus_one(q) @ sums), mask, dtype)
+    with without_autocast(q):
+        sums = _hide(_elu_plus_one(k), mask).transpose(-1, -2) @ _with_ones(v)
+        return _finished(_over_total(_elu_plus_one(q) @ sums), mask, dtype)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #667863df
 def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: bool = True,
@@ -92,7 +93,7 @@ def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: boo
         generator: source of the draws.
 
     Returns:
-        float32 directions.
+        float32 directions, on the device of the generator.
 
     Raises:
         ValueError: a count that is no integer >= 1.
@@ -105,12 +106,13 @@ def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: boo
     for name, value in (("count", count), ("dim", dim), ("heads", heads)):
         check_count(name, value)
     check_generator(generator)
+    source = dict(generator=generator, device=None if generator is None else generator.device, dtype=torch.float32)
     if not orthogonal:
-        return torch.randn(heads, count, dim, generator=generator, dtype=torch.float32)
+        return torch.randn(heads, count, dim, **source)
     groups = -(-count // dim)
-    basis, corner = torch.linalg.qr(torch.randn(heads, groups, dim, dim, generator=generator, dtype=torch.float32))
+    basis, corner = torch.linalg.qr(torch.randn(heads, groups, dim, dim, **source))
     basis = basis * corner.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # without the signs it is not uniform
-    length = torch.randn(heads, groups, dim, dim, generator=generator, dtype=torch.float32).norm(dim=-1, keepdim=True)
+    length = torch.randn(heads, groups, dim, dim, **source).norm(dim=-1, keepdim=True)
     return (basis.transpose(-1, -2) * length).flatten(1, 2)[:, :count]
 
 
@@ -142,9 +144,10 @@ def performer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         torch.Size([2, 4, 10, 8])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    features = _checked_features(features, q)
-    to_q, to_k = (_exponents(x * x.shape[-1] ** -0.25, features) for x in (q, k))
-    return _finished(_by_features(to_q, to_k, v, mask), mask, dtype)
+    with without_autocast(q):
+        features = _checked_features(features, q)
+        to_q, to_k = (_exponents(x * x.shape[-1] ** -0.25, features) for x in (q, k))
+        return _finished(_by_features(to_q, to_k, v, mask), mask, dtype)
 
 
 def _checked_features(features, q):
@@ -199,15 +202,16 @@ def linformer_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"]
         torch.Size([2, 4, 10, 8])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    project_v = project_k if project_v is None else project_v
-    (_, heads, n, d) = q.shape
-    for name, x in (("project_k", project_k), ("project_v", project_v)):
-        check_points(name, x, 3)
-        if x.shape[0] not in (1, heads) or x.shape[2] < n or x.shape[1] != project_k.shape[1]:
-            raise ValueError(f"{name} must have shape (1 or {heads} heads, rank, at least {n} columns), "
-                             f"got {tuple(x.shape)}")
-    k, v = project_k[..., :n].to(k) @ k, project_v[..., :n].to(v) @ v
-    return _finished((q * d**-0.5 @ k.transpose(-1, -2)).softmax(-1) @ v, mask, dtype)
+    with without_autocast(q):
+        project_v = project_k if project_v is None else project_v
+        (_, heads, n, d) = q.shape
+        for name, x in (("project_k", project_k), ("project_v", project_v)):
+            check_points(name, x, 3)
+            if x.shape[0] not in (1, heads) or x.shape[2] < n or x.shape[1] != project_k.shape[1]:
+                raise ValueError(f"{name} must have shape (1 or {heads} heads, rank, at least {n} columns), "
+                                 f"got {tuple(x.shape)}")
+        k, v = project_k[..., :n].to(k) @ k, project_v[..., :n].to(v) @ v
+        return _finished((q * d**-0.5 @ k.transpose(-1, -2)).softmax(-1) @ v, mask, dtype)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #33f4bf25
 def segment_means(x: Float[Tensor, "b h n d"], count: int, mask: Bool[Tensor, "b n"] | None = None):
@@ -283,19 +287,20 @@ def nystrom_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], 
         torch.Size([2, 4, 10, 8])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    check_count("landmarks", landmarks, int(conv is None))
-    check_count("steps", steps)
-    if not landmarks:
-        return _finished(_convolved(v, conv), mask, dtype)
-    scale, landmarks = q.shape[3] ** -0.5, min(landmarks, q.shape[2])
-    (to, filled), (of, _) = segment_means(q, landmarks, mask), segment_means(k, landmarks, mask)
-    rows, columns = (None, None) if mask is None else (filled[:, None, :, None], filled[:, None, None, :])
-    real, pairs = (None, None) if mask is None else (rows & mask[:, None, None, :], rows & columns)
-    q, to = q * scale, to * scale
-    inner = masked_softmax(to @ of.transpose(-1, -2), pairs)
-    means = masked_softmax(to @ k.transpose(-1, -2), real) @ v
-    out = masked_softmax(q @ of.transpose(-1, -2), columns) @ (iterative_inverse(inner, steps) @ means)
-    return _finished(out if conv is None else out + _convolved(v, conv), mask, dtype)
+    with without_autocast(q):
+        check_count("landmarks", landmarks, int(conv is None))
+        check_count("steps", steps)
+        if not landmarks:
+            return _finished(_convolved(v, conv), mask, dtype)
+        scale, landmarks = q.shape[3] ** -0.5, min(landmarks, q.shape[2])
+        (to, filled), (of, _) = segment_means(q, landmarks, mask), segment_means(k, landmarks, mask)
+        rows, columns = (None, None) if mask is None else (filled[:, None, :, None], filled[:, None, None, :])
+        real, pairs = (None, None) if mask is None else (rows & mask[:, None, None, :], rows & columns)
+        q, to = q * scale, to * scale
+        inner = masked_softmax(to @ of.transpose(-1, -2), pairs)
+        means = masked_softmax(to @ k.transpose(-1, -2), real) @ v
+        out = masked_softmax(q @ of.transpose(-1, -2), columns) @ (iterative_inverse(inner, steps) @ means)
+        return _finished(out if conv is None else out + _convolved(v, conv), mask, dtype)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #aee2028f
 def _convolved(v, filters):
@@ -428,16 +433,17 @@ def _reformer(qk, v, rotations, chunk, buckets, across_buckets, mask, impl):
         check_count("buckets", buckets)
     check_form("qk", qk, 4)
     (q, _, v), dtype = _prepared(qk, qk, v, mask, "qk"), qk.dtype
-    k = nn.functional.normalize(q, dim=-1) * q.shape[-1] ** 0.5
-    if impl == "reference":
-        pattern = lsh_pattern(q, rotations=rotations, chunk=chunk, buckets=buckets, across_buckets=across_buckets,
-                              mask=mask)
-        return _finished(dense_attention(q, k, v, pattern=pattern), mask, dtype), int(pattern.sum())
-    label, place, order = _hashed(q, rotations, chunk, buckets, across_buckets, mask)
-    label = label if mask is None else label.masked_fill(~mask[:, None, None, :], -1)
-    code = _codes(label, place // chunk, 2 * rotations.shape[-1])
-    out, log_weight, seen = _rounds(q, k, v, code, place, order, chunk)
-    return _finished(merge_attention(out.movedim(2, 0), log_weight.movedim(2, 0)), mask, dtype), seen
+    with without_autocast(q):
+        k = nn.functional.normalize(q, dim=-1) * q.shape[-1] ** 0.5
+        if impl == "reference":
+            pattern = lsh_pattern(q, rotations=rotations, chunk=chunk, buckets=buckets, across_buckets=across_buckets,
+                                  mask=mask)
+            return _finished(dense_attention(q, k, v, pattern=pattern), mask, dtype), int(pattern.sum())
+        label, place, order = _hashed(q, rotations, chunk, buckets, across_buckets, mask)
+        label = label if mask is None else label.masked_fill(~mask[:, None, None, :], -1)
+        code = _codes(label, place // chunk, 2 * rotations.shape[-1])
+        out, log_weight, seen = _rounds(q, k, v, code, place, order, chunk)
+        return _finished(merge_attention(out.movedim(2, 0), log_weight.movedim(2, 0)), mask, dtype), seen
 
 # %% ../../nbs/baselines/26_transformers.ipynb #eab15839
 def _rounds(q, k, v, code, place, order, chunk):
@@ -515,24 +521,25 @@ def sliding_window_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h 
         torch.Size([2, 4, 10, 8])
     """
     (q, k, v), dtype = _prepared(q, k, v, mask), q.dtype
-    check_count("width", width)
-    b, h, n, d = q.shape
-    width = min(width, n)
-    chunks = -(-n // width)
-    q, k, v = (nn.functional.pad(x.contiguous(), (0, 0, 0, chunks * width - n)).view(b, h, chunks, width, -1)
-               for x in (q, k, v))
-    k, v = (nn.functional.pad(x, (0, 0, 0, 0, 1, 1)) for x in (k, v))
-    k, v = (torch.cat([x[:, :, i:i + chunks] for i in range(3)], 3) for x in (k, v))
-    place = torch.arange(chunks * width, device=q.device).view(chunks, width)
-    keys = (torch.arange(3 * width, device=q.device) - width) + place[:, :1]
-    near = ((place[:, :, None] - keys[:, None, :]).abs() <= width) & (keys >= 0)[:, None, :] & (keys < n)[:, None, :]
-    if mask is None:
-        allowed = near
-    else:
-        allowed = near & mask[:, keys.clamp(0, n - 1)][:, :, None, :]
-        allowed = allowed[:, None]
-    weights = masked_softmax(q @ k.transpose(-1, -2) * d**-0.5, allowed)
-    return _finished((weights @ v).flatten(2, 3)[:, :, :n], mask, dtype)
+    with without_autocast(q):
+        check_count("width", width)
+        b, h, n, d = q.shape
+        width = min(width, n)
+        chunks = -(-n // width)
+        q, k, v = (nn.functional.pad(x.contiguous(), (0, 0, 0, chunks * width - n)).view(b, h, chunks, width, -1)
+                   for x in (q, k, v))
+        k, v = (nn.functional.pad(x, (0, 0, 0, 0, 1, 1)) for x in (k, v))
+        k, v = (torch.cat([x[:, :, i:i + chunks] for i in range(3)], 3) for x in (k, v))
+        place = torch.arange(chunks * width, device=q.device).view(chunks, width)
+        keys = (torch.arange(3 * width, device=q.device) - width) + place[:, :1]
+        near = ((place[:, :, None] - keys[:, None, :]).abs() <= width) & (keys >= 0)[:, None, :] & (keys < n)[:, None, :]
+        if mask is None:
+            allowed = near
+        else:
+            allowed = near & mask[:, keys.clamp(0, n - 1)][:, :, None, :]
+            allowed = allowed[:, None]
+        weights = masked_softmax(q @ k.transpose(-1, -2) * d**-0.5, allowed)
+        return _finished((weights @ v).flatten(2, 3)[:, :, :n], mask, dtype)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #bcb9521d
 class _Heads(nn.Module):
@@ -686,6 +693,8 @@ class LinformerAttention(_Baseline):
         self.project_v = nn.Parameter(torch.randn(shape) * max_length**-0.5) if share == "none" else None
 
     def _attend(self, q, k, v, mask):
+        if q.shape[2] > (most := self.project_k.shape[2]):
+            raise ValueError(f"x must have at most max_length = {most} points, got {q.shape[2]}")
         return linformer_attention(q, k, v, project_k=self.project_k, project_v=self.project_v, mask=mask), 0
 
     def _size(self):

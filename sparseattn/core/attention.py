@@ -1112,11 +1112,11 @@ def _operator_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, edges: Ten
     (row, column, order), absent = _edge_list(edges, n, m), _ordered_list(candidates, n, m)
     rule = rule if present else None
     *found, to_presence = _list_gradients(grad, q, k, v, row, column, out, log_total, None, scale, rule)
-    nothing = q.new_empty(0, dtype=log_total.dtype)
-    to_absence = nothing
+    to_absence = None
     if candidates is not None:
         to_absence = _absence_gradient(grad, q, k, v, out, log_total, *absent[:2], scale)
-    to_presence = nothing if to_presence is None else to_presence
+    # no two results of an operator may be one tensor
+    to_presence, to_absence = (log_total.new_empty(0) if x is None else x for x in (to_presence, to_absence))
     return *found, _in_order(to_presence, order), _in_order(to_absence, absent[2])
 
 

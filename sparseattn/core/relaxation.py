@@ -249,7 +249,7 @@ def gumbel_softmax(logits: Float[Tensor, "..."], *, tau: float = 1.0, hard: bool
         logits: log-weights, normalised or not; -inf excludes an item.
         tau: temperature, at least 1e-30.
         hard: one-hot forward, gradient straight through.
-        noise: Gumbel noise to use, broadcastable to `logits`; None draws it.
+        noise: Gumbel noise to use, broadcastable to `logits`, -inf at some items only; None draws it.
         generator: source of the draw.
         dim: dimension of the items.
 

@@ -998,8 +998,8 @@ def sample_points(clips: Clips, rows: Sequence[int] | Tensor, points: int, *,
 
     Args:
         clips: the windows. rows: (b,) which. points: how many events of each.
-        generator: a new draw on every call; None = a fixed one, decided by `seed` and by the window's place in its
-            stream alone, of which fewer points are the first.
+        generator: a new draw on every call; None = a fixed one, decided by `seed`, by the window's place in its
+            stream and by that stream's number in the set, of which fewer points are the first.
         seed: of the fixed draw.
 
     Returns:

@@ -12,7 +12,6 @@ import gzip
 import heapq
 import itertools
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from jaxtyping import Int, Integer
 from torch import Tensor
 
-from .cache import _chosen, _whole, data_path, have_data
+from .cache import _chosen, _whole, data_path, have_data, readable
 
 # %% ../../nbs/data/17_glue.ipynb #fd2bdd15
 @dataclass(frozen=True, eq=False)
@@ -110,13 +109,10 @@ def _open(path: Path):
 
 def _lines(path: Path) -> Iterator[list[str]]:
     "Fields of each line that is not empty."
-    try:
-        with _open(path) as file:
-            for line in file:
-                if line := line.rstrip("\r\n"):
-                    yield line.split("\t")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path.name}: not a readable table ({error})") from None
+    with readable(path, "table"), _open(path) as file:
+        for line in file:
+            if line := line.rstrip("\r\n"):
+                yield line.split("\t")
 
 # %% ../../nbs/data/17_glue.ipynb #7ba38e06
 def read_table(path: str | Path, columns: Sequence[str]) -> tuple[list[tuple[str, ...]], int]:

@@ -27,8 +27,8 @@ from jaxtyping import Float
 from scipy import linalg, sparse
 from torch import Tensor
 
-from .cache import (_chosen, _cuts, _shipped, cached, data_path, have_data, load_arrays, save_arrays,
-                                   work_through)
+from .cache import (_chosen, _cuts, _shipped, cached, data_path, have_data, load_arrays, readable,
+                                   save_arrays, work_through)
 from .exact import cos, product, sin
 
 # %% ../../nbs/data/18_peptides.ipynb #d2af11d6
@@ -759,11 +759,12 @@ _SPLIT = ("peptides_func", "peptides_func_labels_split.npz")
 # %% ../../nbs/data/18_peptides.ipynb #8f9be642
 def _rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
     """Columns of a compressed table."""
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+    with readable(path, "table"), gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
-            raise ValueError(f"{path.name}: expected columns {missing}, found {reader.fieldnames}")
-        return [[row[name] for name in columns] for row in reader]
+        names, rows = reader.fieldnames or [], list(reader)
+    if missing := [name for name in columns if name not in names]:
+        raise ValueError(f"{path.name}: expected columns {missing}, found {names}")
+    return [[row[name] for name in columns] for row in rows]
 
 # %% ../../nbs/data/18_peptides.ipynb #84daae93
 def _split_rows(root: str | Path | None) -> dict[str, np.ndarray]:

@@ -850,17 +850,19 @@ def _numbers(file: Path) -> np.ndarray:
 # %% ../../nbs/data/13_scenes.ipynb #c7e1682e
 def _official(root, areas: Sequence[int]) -> list[tuple]:
     """Tasks (kind, path, area, name) of the official rooms, in order."""
-    for folder in (one for one in _NPY if have_data(one, root=root)):
+    found = []
+    for folder in (one for one in _NPY if not found and have_data(one, root=root)):
         files = sorted(data_path(folder, root=root).glob("Area_*.npy"))
-        if files:
-            return [("npy", str(f), int(f.stem[5]), f.stem) for f in files if int(f.stem[5]) in areas]
-    for folder in (one for one in (*_RAW, ".") if have_data(one, root=root)):
+        found = [("npy", str(f), int(f.stem[5]), f.stem) for f in files]
+    for folder in (one for one in (*_RAW, ".") if not found and have_data(one, root=root)):
         files = sorted(data_path(folder, root=root).glob("Area_[1-6]/*/Annotations"))
-        if files:
-            return [("txt", str(f), int(f.parts[-3][5:]), "_".join(f.parts[-3:-1])) for f in files
-                    if int(f.parts[-3][5:]) in areas]
-    raise FileNotFoundError("Stanford3dDataset_v1.2_Aligned_Version/Area_1: set SPARSEATTN_DATA, or root, to the folder"
-                            " that holds it; stanford_indoor3d/*.npy serves too")
+        found = [("txt", str(f), int(f.parts[-3][5:]), "_".join(f.parts[-3:-1])) for f in files]
+    if not found:
+        raise FileNotFoundError("Stanford3dDataset_v1.2_Aligned_Version/Area_1: set SPARSEATTN_DATA, or root, to the folder"
+                                " that holds it; stanford_indoor3d/*.npy serves too")
+    if not (wanted := [task for task in found if task[2] in areas]):
+        raise FileNotFoundError(f"S3DIS: no rooms of area {', '.join(map(str, areas))} among {len(found)} of other areas")
+    return wanted
 
 # %% ../../nbs/data/13_scenes.ipynb #a2fa1270
 def _load_official(task: tuple) -> Room:

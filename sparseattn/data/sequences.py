@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import _cuts, _pool, _whole, cached, data_path, have_data, load_arrays, save_arrays
+from .cache import _cuts, _pool, _whole, cached, data_path, have_data, load_arrays, readable, save_arrays
 from .exact import cos, direction, sin, sine_cosine
 
 # %% ../../nbs/data/16_sequences.ipynb #abe335d6
@@ -437,9 +437,9 @@ def _load_listops_tsv(path: str | Path, *, count: int | None = None,
     for number, tokens, label in kept[:100]:
         if listops_solve(tokens) != label:
             raise ValueError(f"{Path(path).name}, line {number}: the label {label} is not the value of the expression")
-    if not kept:
+    if len(kept) < (count or 1):
         short = "" if max_length == math.inf else f" of fewer than {max_length} symbols"
-        raise ValueError(f"{Path(path).name}: no expression{short}")
+        raise ValueError(f"{Path(path).name}: expected {count or 1} or more expressions{short}, found {len(kept)}")
     return [tokens for _, tokens, _ in kept], np.array([label for *_, label in kept], np.int64)
 
 # %% ../../nbs/data/16_sequences.ipynb #d828b428
@@ -954,10 +954,10 @@ def load_imdb_tsv(path: str | Path) -> tuple[list[str], np.ndarray]:
     Example:
         >>> texts, labels = load_imdb_tsv("imdb/aclImdb_test.tsv.gz")    # doctest: +SKIP
     """
-    with gzip.open(path, "rt", encoding="utf8", newline="\n") as file:
-        if file.readline().rstrip("\n").split("\t") != ["label", "rating", "id", "text"]:
-            raise ValueError(f"{Path(path).name}: expected columns label, rating, id, text")
-        rows = [line.rstrip("\n").split("\t", 3) for line in file]
+    with readable(path, "table"), gzip.open(path, "rt", encoding="utf8", newline="\n") as file:
+        header, *rows = [line.rstrip("\n").split("\t", 3) for line in file] or [[]]
+    if header != ["label", "rating", "id", "text"]:
+        raise ValueError(f"{Path(path).name}: expected columns label, rating, id, text")
     return [row[3] for row in rows], np.array([int(row[0]) for row in rows])
 
 # %% ../../nbs/data/16_sequences.ipynb #16movi02
@@ -1045,6 +1045,13 @@ def _load_idx(path: str | Path) -> np.ndarray:
     if raw[:3] != b"\0\0\x08" or len(raw) - 4 - 4 * len(sizes) != math.prod(sizes.tolist()):
         raise ValueError(f"{Path(path).name}: expected an IDX file of unsigned bytes")
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    """The first file of a pattern."""
+    if not (found := sorted(folder.glob(pattern))):
+        raise FileNotFoundError(f"{folder.name}: expected {pattern}")
+    return found[0]
 
 # %% ../../nbs/data/16_sequences.ipynb #f4ba3683
 def _toy_image(rng: np.random.Generator, label: int, side: int) -> np.ndarray:
@@ -1516,7 +1523,7 @@ def _image(source: str, counts: dict, max_length: int | None, seed: int, how: di
         if source == "official":
             pools = _load_cifar10_binary(path)
         else:
-            pools = [[_load_idx(min(path.glob(f"{half}-{kind}-ubyte*"))) for kind in ("images-idx3", "labels-idx1")]
+            pools = [[_load_idx(_only(path, f"{half}-{kind}-ubyte*")) for kind in ("images-idx3", "labels-idx1")]
                      for half in ("train", "t10k")]
         first, labels = len(pools[0][1]), np.concatenate([pools[0][1], pools[1][1]])
         images = np.concatenate([pools[0][0], pools[1][0]])
@@ -1548,7 +1555,7 @@ def _retrieval(source: str, counts: dict, max_length: int | None, seed: int, how
     arrays = load_arrays(path)
     for number, part in enumerate(("train", "val", "test")):
         pairs, labels = manpage_pairs(arrays, number, seed=seed)
-        rows = _slices(_stratified(labels, seed), {"train": counts[part]}, {"train": len(labels)})["train"]
+        rows = _slices(_stratified(labels, seed), {part: counts[part]}, {part: len(labels)})[part]
         texts = [[_text_tokens(_page_text(arrays, *ends, length)) for ends in (pair, pair[::-1])]
                  for pair in pairs[rows].tolist()]
         parts[part] = _part_of_pairs(texts, labels[rows], length)
@@ -1571,7 +1578,9 @@ def load_task(name: str, *, source: str = "auto", train: int | None = None, val:
         name: listops, pathfinder, text, image or retrieval.
         source: "auto" = the best of `task_sources`, never "toy"; or one of official, generated, halves, test-half,
             jpeg, fashion, manpages, toy.
-        train, val, test: examples of each part, classes in proportion; None = all the source has.
+        train, val, test: examples of each part, classes in proportion (of ListOps the first so many; of official
+            retrieval half and half); None = all the source has. Reviews that repeat another within a half stay: of the
+            2,500 of validation some 16 also stand in training, none of the test.
         max_length: texts are cut to so many bytes (4,000); ListOps keeps expressions shorter than this (2,000);
             pictures have their own length.
         seed: of generation, splits and samples. workers: processes that generate.

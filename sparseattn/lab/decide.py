@@ -58,7 +58,8 @@ class Interval:
         if len(set(self.trainings)) > 1 and not once:
             counts[0] = " and ".join(map(str, self.trainings)) + " seeds"
         sd = f", sd {'missing' if math.isnan(self.sd) else format(self.sd, '.3g')}" if self.seeds else ""
-        sd = ", trained once" if once else sd
+        if once:
+            sd = ", one row trained once and taken to scatter as the other" if max(self.trainings, default=0) > 1 else ", trained once"
         limits = f"[{self.low:.4g}, {self.high:.4g}]"
         return f"{self.value:.4g} {limits} ({100 * self.level:g} % over {', '.join(counts) or self.over}{sd})"
 

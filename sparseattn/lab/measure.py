@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -537,11 +538,15 @@ def _with_gradients(form, inputs):
     leaves = [x for x in inputs if _floating(x)]
     leaves += [p for p in form.parameters() if p.requires_grad] if isinstance(form, torch.nn.Module) else []
 
+    @cache
+    def pulled(*shape, dtype, device):
+        return torch.arange(math.prod(shape), device=device, dtype=torch.float64).cos_().to(dtype).view(shape)
+
     def call():
         with torch.enable_grad():
             out = _tensors(form(*inputs))[0]
-            pulled = torch.arange(out.numel(), device=out.device, dtype=torch.float64).cos_().to(out.dtype)
-            return out, *torch.autograd.grad(out, leaves, pulled.view_as(out), allow_unused=True)
+            weights = pulled(*out.shape, dtype=out.dtype, device=out.device)
+            return out, *torch.autograd.grad(out, leaves, weights, allow_unused=True)
 
     return call
 

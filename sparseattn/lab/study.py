@@ -18,7 +18,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -404,7 +404,8 @@ class _Progress:
         for step, batch in enumerate(batches, first):
             if time.monotonic() - self.noted > 1:
                 self.noted = time.monotonic()
-                write_json(self.path, {"step": min(step, self.total), "steps": self.total} | self.more)
+                with suppress(OSError):                                # a bar that stands still ends no training
+                    write_json(self.path, {"step": min(step, self.total), "steps": self.total} | self.more)
             yield batch
 
 
@@ -486,9 +487,11 @@ def _same_data(unit, seen, sources):
 def _same_as_begun(unit, seen):
     """Refuse to go on with a training that was begun with other data."""
     noted = unit.folder / "data"
-    if (unit.folder / "checkpoint.pt").exists() and noted.exists() and noted.read_text() != seen:
+    begun = noted.read_text() if noted.exists() else ""                # empty: stopped before it was written
+    if (unit.folder / "checkpoint.pt").exists() and begun not in ("", seen):
         raise ValueError(f"{unit.name}: was begun with other data and paused; bring them back, or retrain it")
-    noted.write_text(seen)
+    if begun != seen:
+        noted.write_text(seen)
 
 # %% ../../nbs/lab/80_study.ipynb #80trai01
 def train(unit: Unit, *, device="cpu", stop: Callable[[], bool] | None = None, retrain: bool = False) -> dict:

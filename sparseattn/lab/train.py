@@ -243,7 +243,7 @@ class _State:
 def _write(path: Path, content: dict):
     """torch.save to a temporary file beside `path`, flushed to disk, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.new")           # one name, or killed processes leave many
     buffer = io.BytesIO()
     torch.save(content, buffer)
     try:
@@ -350,13 +350,15 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 @contextmanager
 def _products(precision: str):
-    """How products of float32 matrices are computed while a run lasts; what was set before comes back."""
-    before = torch.get_float32_matmul_precision()
+    """How products and convolutions of float32 are computed while a run lasts; what was set before comes back."""
+    before, rounded = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = rounded
 
 # %% ../../nbs/lab/21_train.ipynb #9fc26077
 @contextmanager
@@ -623,7 +625,7 @@ def fit(model: nn.Module, batches: Callable[[int], Iterable], loss: Callable, *,
         checkpoint_dir: folder of `checkpoint.pt`, written after each epoch.
         save_every_seconds: a checkpoint is also written within an epoch, when the last one is this old.
         seed: of the generator and of torch during the run (+ process number); torch's state is restored afterwards.
-        precision: "float32"; "tf32", products of float32 matrices rounded on CUDA; "bfloat16", the loss under autocast.
+        precision: "float32"; "tf32", products and convolutions of float32 rounded on CUDA; "bfloat16", the loss under autocast.
         look_every: steps between two looks at the loss, and at the gradient norm where `clip` is set (default: 1 on a
             CPU, 50 elsewhere).
         progress: True, False, or None = only on a terminal.

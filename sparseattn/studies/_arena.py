@@ -9,6 +9,7 @@ __all__ = ['TASKS', 'LENGTH', 'FEATURES', 'FLOORS', 'METHODS', 'REPEATED', 'COLU
            'last', 'standing', 'best_rule', 'passed', 'gap', 'worth', 'gain', 'level']
 
 # %% ../../nbs/atlas/96_arena.ipynb #96exp002
+import copy
 import csv
 import gzip
 import math
@@ -362,7 +363,7 @@ def _singly(model, inputs, labels, pictures):
 # %% ../../nbs/atlas/96_arena.ipynb #96dra004
 def drawn(row, model, setting, data):
     """What figures and tables need from a trained network."""
-    model, (inputs, labels) = model.cpu(), data["test"]
+    model, (inputs, labels) = copy.deepcopy(model).cpu(), data["test"]     # the model itself is tested afterwards, where it is
     few = {name: x[:32] for name, x in inputs.items()}
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -394,6 +394,17 @@ def test_networks_under_autocast(network):
     assert (low.float() - out).abs().max() < 0.15 * out.abs().max() and trained.isfinite().all()
 
 
+@each
+def test_padding_means_nothing_without_running_statistics(network):
+    model, (points, x, mask, kind) = made(network), clouds()
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm1d):
+            norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
+    out = run(model, points, x, mask, kind)
+    longer = [F.pad(one, (0, 0, 0, 7), value=9.0) for one in (points, x)]
+    close(run(model, *longer, F.pad(mask, (0, 7)), kind), out, 1e-9)
+
+
 @pytest.mark.parametrize("network, options", [
     (PointNet, dict(transforms=False)),
     (PointNet2, {}),

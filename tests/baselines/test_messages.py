@@ -1,5 +1,6 @@
 """Layers that pass messages: equal to PyG's where it is installed, else to sums over edges; padding means nothing."""
 
+import copy
 import math
 
 import pytest
@@ -156,3 +157,16 @@ def test_refuses_another_dtype_than_the_weights():
     for call in (lambda: MessageNetwork(5, 3)(x, x[..., :3]), lambda: MessageNetwork(5, 3, layer="gcn")(x, x[..., :3])):
         with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
             call()
+
+
+def test_gated_layer_of_a_large_cloud_in_half_precision():
+    """Sums and numbers of points beyond 65,504, where float16 ends."""
+    torch.manual_seed(0)
+    x, coords = torch.randn(1, 70_000, 4) + 1, torch.rand(1, 70_000, 2)
+    index = torch.zeros(1, 70_000, 1, dtype=torch.int64)
+    layer, there = GatedLayer(4, 6, coord_dims=2), torch.ones(1, 70_000, 1, dtype=torch.bool)
+    for mask in (None, torch.ones(1, 70_000, dtype=torch.bool)):
+        out = layer(x, coords, index, there, mask)
+        low = copy.deepcopy(layer).half()(x.half(), coords, index, there, mask)
+        assert low.dtype == torch.float16
+        torch.testing.assert_close(low.float(), out, rtol=0.05, atol=0.02)

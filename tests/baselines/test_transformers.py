@@ -414,6 +414,21 @@ def test_autocast(name):
         torch.testing.assert_close(out.float(), module(x), rtol=0.1, atol=0.1)
 
 
+@each_function
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_functions_widen_under_autocast_too(name, dtype):
+    function, tensors = functions()[name], inputs(dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        out = function(*tensors)
+    assert out.equal(function(*tensors))
+
+
+def test_gradient_of_linear_attention_at_zero():
+    """elu + 1 has the slope 1 at 0, where rows of zeros lie."""
+    tensors = [x.index_fill(2, torch.tensor([3]), 0.0).requires_grad_() for x in inputs(n=7)]
+    assert torch.autograd.gradcheck(linear_attention, tensors)
+
+
 @each
 def test_state_dict_and_deepcopy(name):
     x = torch.randn(2, 20, 8)
@@ -526,7 +541,7 @@ def test_modules_refuse_options_out_of_range(name, options, message):
 
 
 def test_linformer_refuses_longer_sets():
-    with pytest.raises(ValueError, match="at least 31 columns"):
+    with pytest.raises(ValueError, match="at most max_length = 30 points, got 31"):
         make_attention("linformer", 8, 2, **OPTIONS["linformer"])(torch.randn(1, 31, 8))
 
 

@@ -366,6 +366,16 @@ def test_the_operator(low):
         torch.library.opcheck(module._operator, (*rows, *collectors, edges, candidates, 9, 11, 0.3, "score"))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_list_without_presence_is_differentiated(backend):
+    q, k, v, pattern = draw(9, 11, 0.3)
+    edges, _ = _asked(q, k, v, pattern)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *rows: edge_attention(*rows, edges), backend=backend, fullgraph=True)
+    found = results_by(compiled, q, k, v)
+    torch.testing.assert_close(found, results_by(lambda *rows: edge_attention(*rows, edges), q, k, v))
+
+
 def test_the_operator_is_exported():
     q, k, v, pattern = draw(9, 11, 0.3)
 

@@ -398,7 +398,8 @@ def test_annotations(tmp_path):
         assert [S.LABELS[k] for k in room.labels] == ["chair", "chair", "clutter", "wall"]
         assert room.points.tolist() == [[0.5, 0, 4.5], [1, 0.5, 4.5], [0, 0.25, 5.75], [0, 0, 0]]
         assert room.colours.tolist() == [[10, 20, 30], [103, 20, 30], [255, 0, 0], [1, 185, 187]]
-    assert S.load_rooms("s3dis", root=tmp_path, areas=[1], progress=False) == []
+    with pytest.raises(FileNotFoundError, match="no rooms of area 1 among 1 of other areas"):
+        S.load_rooms("s3dis", root=tmp_path, areas=[1], progress=False)
 
 
 def test_damaged_annotations(tmp_path):

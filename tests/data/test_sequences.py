@@ -234,8 +234,10 @@ def test_official_listops(tmp_path):
         S._load_listops_tsv(__file__)
     short = S.load_task("listops", root=tmp_path, max_length=4)  # the longer expression is left out, not cut
     assert S.listops_decode(short.train.tokens[0].tolist()) == "[SM 9 ]" and short.train.labels.tolist() == [9]
-    with pytest.raises(ValueError, match="no expression of fewer than 3 symbols"):
+    with pytest.raises(ValueError, match="1 or more expressions of fewer than 3 symbols, found 0"):
         S.load_task("listops", root=tmp_path, max_length=3)
+    with pytest.raises(ValueError, match="expected 50 or more expressions of fewer than 2000 symbols, found 2"):
+        S.load_task("listops", root=tmp_path, train=50)
     for option in ("max_depth", "max_args", "min_length"):
         with pytest.raises(ValueError, match="expected None for the official files"):
             S.load_task("listops", root=tmp_path, **{option: 3})
