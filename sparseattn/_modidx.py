@@ -503,6 +503,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'sparseattn/baselines/transformers.py'),
                                                    'sparseattn.baselines.transformers._info': ( 'baselines/transformers.html#_info',
                                                                                                 'sparseattn/baselines/transformers.py'),
+                                                   'sparseattn.baselines.transformers._normal': ( 'baselines/transformers.html#_normal',
+                                                                                                  'sparseattn/baselines/transformers.py'),
                                                    'sparseattn.baselines.transformers._over_total': ( 'baselines/transformers.html#_over_total',
                                                                                                       'sparseattn/baselines/transformers.py'),
                                                    'sparseattn.baselines.transformers._own': ( 'baselines/transformers.html#_own',

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .sets import nearest
 from .transformers import (_by_features, _checked_features, _draw_again, _draw_features, _exponents,
-                                               _finished, _Heads, _hide, _info, _over_total, _own, _prepared, _split,
+                                               _finished, _Heads, _hide, _info, _normal, _over_total, _own, _prepared, _split,
                                                _with_ones, orthogonal_features, performer_attention)
 from ..core.attention import (attention_logits, check_choice, check_count, check_finite, check_generator,
                                        check_int64, check_scale, checked_cloud, checked_coords, fused_attention,
@@ -521,8 +521,7 @@ class FLTAttention(_PointAttention):
             self.register_buffer(name, draw)
 
     def _draw(self, offsets, features, generator):
-        return (torch.randn(self.heads, offsets, self.coord_dims, generator=generator,
-                            device=None if generator is None else generator.device),
+        return (_normal(self.heads, offsets, self.coord_dims, generator=generator),
                 orthogonal_features(features, self.head_dim + 2 * offsets * len(self.groups), heads=self.heads,
                                     generator=generator))
 

@@ -23,7 +23,7 @@ from ..core.points import check_index, farthest_point_sampling, interpolate, knn
 # %% ../../nbs/baselines/28_graphs.ipynb #371a680f
 def _normalised(norm, x, mask=None):
     "Batch normalisation of the last axis; statistics of a batch are those of its real rows."
-    if mask is None or not (norm.training or norm.running_mean is None):
+    if mask is None or not (norm.training or getattr(norm, "running_mean", norm) is None):
         return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
     real = x[mask]
     real = norm(real.reshape(-1, x.shape[-1])).view(real.shape)

@@ -81,6 +81,12 @@ def linear_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v
         return _finished(_over_total(_elu_plus_one(q) @ sums), mask, dtype)
 
 # %% ../../nbs/baselines/26_transformers.ipynb #667863df
+def _normal(*shape, generator):
+    "N(0, 1), drawn on the generator's device."
+    device = None if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+
+
 def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: bool = True,
                         generator: torch.Generator | None = None) -> Float[Tensor, "h m d"]:
     """Directions of random features: rows are N(0, I), and orthogonal in groups of `dim`. Performer, Sec 2.4.
@@ -106,13 +112,12 @@ def orthogonal_features(count: int, dim: int, *, heads: int = 1, orthogonal: boo
     for name, value in (("count", count), ("dim", dim), ("heads", heads)):
         check_count(name, value)
     check_generator(generator)
-    source = dict(generator=generator, device=None if generator is None else generator.device, dtype=torch.float32)
     if not orthogonal:
-        return torch.randn(heads, count, dim, **source)
+        return _normal(heads, count, dim, generator=generator)
     groups = -(-count // dim)
-    basis, corner = torch.linalg.qr(torch.randn(heads, groups, dim, dim, **source))
+    basis, corner = torch.linalg.qr(_normal(heads, groups, dim, dim, generator=generator))
     basis = basis * corner.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # without the signs it is not uniform
-    length = torch.randn(heads, groups, dim, dim, **source).norm(dim=-1, keepdim=True)
+    length = _normal(heads, groups, dim, dim, generator=generator).norm(dim=-1, keepdim=True)
     return (basis.transpose(-1, -2) * length).flatten(1, 2)[:, :count]
 
 
@@ -315,8 +320,7 @@ def _convolved(v, filters):
 # %% ../../nbs/baselines/26_transformers.ipynb #a4adfef4
 def _draw_again(buffer, generator):
     "Fill a tensor with N(0, 1), in place; drawn on the generator's device."
-    device = None if generator is None else generator.device
-    buffer.copy_(torch.randn(buffer.shape, generator=generator, device=device))
+    buffer.copy_(_normal(*buffer.shape, generator=generator))
 
 
 def lsh_buckets(x: Float[Tensor, "b h n d"], rotations: Float[Tensor, "#h r d w"],

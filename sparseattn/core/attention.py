@@ -1041,7 +1041,7 @@ def _gradients_on_gpu(grad, q, k, v, row, column, out, log_total, scale, rule):
     if rule is None:
         return *found, None
     share, alone = (scores - log_total[row]).exp(), (starts.diff() == 1)[row]
-    value = change + (grad.to(change.dtype) * out).sum(1)[row]               # the edge's value times the gradient
+    value = change + (grad.to(change.dtype) * out).sum(1)[row]  # the edge's value times the gradient
     return *found, _presence_gradient(rule, share * change, scores, share, alone, value)
 
 # %% ../../nbs/core/00_attention.ipynb #sbm00a08

@@ -400,8 +400,7 @@ def peers_on_gpu(x: Tensor, form, pattern=None) -> dict:
 def _compiles_for(gpu):
     "Whether Triton is there with the C compiler that it needs, and compiles for a GPU: compute capability 7.0 or higher."
     found = importlib.util.find_spec("triton") is not None and getattr(torch._C, "_cuda_getDeviceCount", int)() > 0
-    called = os.environ.get("CC", "gcc").split() or [""]
-    compiler = shutil.which(called[0]) or "CC" not in os.environ and shutil.which("clang")
+    compiler = shutil.which(os.environ["CC"]) if "CC" in os.environ else shutil.which("gcc") or shutil.which("clang")
     return bool(found and compiler) and torch.cuda.get_device_capability(gpu) >= (7, 0)
 
 

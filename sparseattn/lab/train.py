@@ -350,15 +350,24 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 @contextmanager
 def _products(precision: str):
-    """How products and convolutions of float32 are computed while a run lasts; what was set before comes back."""
-    before, rounded = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    """How products and convolutions of float32 are computed while a run lasts; what was set before comes back.
+
+    Convolutions stay as they are where torch was told of them operator by operator, by `fp32_precision`.
+    """
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    try:
+        rounded = torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        rounded = None
+    else:
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = rounded
+        if rounded is not None:
+            torch.backends.cudnn.allow_tf32 = rounded
 
 # %% ../../nbs/lab/21_train.ipynb #9fc26077
 @contextmanager

@@ -260,7 +260,7 @@ def _as_edges(points, target, n, batched):
 
 # %% ../../nbs/sbm/40_fastrg.ipynb #40fin001
 def _finished(edges, y, z, self_loops, undirected, unique):
-    "With self-loops or without, if that is asked for, and in order."
+    "With self-loops or without, if an option says so, and in order."
     if self_loops is None and not undirected:
         return edges
     n, m, batched = y.shape[-2], z.shape[-2], y.dim() == 3

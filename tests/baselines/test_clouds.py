@@ -388,3 +388,15 @@ def test_windows_that_cannot_be_shifted_are_refused():
     window_order(places, 501)
     with pytest.raises(ValueError, match="cells"):
         window_order(places, 501, shift=True)
+
+
+def test_more_slices_than_a_plane_has_cells_for_are_refused():
+    for turn, most in ((None, 500), (0, 1000), (2, 500)):
+        make_attention("flatformer", 8, 2, slices=most, turn=turn)(torch.randn(1, 9, 8), torch.rand(1, 9, 2))
+        with pytest.raises(ValueError, match=f"slices must be at most {most}"):
+            make_attention("flatformer", 8, 2, slices=most + 1, turn=turn)
+
+
+def test_a_layer_that_needs_places_says_so():
+    with pytest.raises(ValueError, match="coords must have shape"):
+        flatformer_layers(16, 1, 4, coord_dims=2)[0](torch.randn(1, 9, 16), None)

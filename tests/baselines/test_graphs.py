@@ -394,6 +394,16 @@ def test_networks_under_autocast(network):
     assert (low.float() - out).abs().max() < 0.15 * out.abs().max() and trained.isfinite().all()
 
 
+def test_a_norm_that_keeps_no_statistics_takes_their_place():
+    model, (points, x, mask, kind) = made(PointNet), clouds()
+    for layer in model.modules():
+        if isinstance(getattr(layer, "norm", None), nn.BatchNorm1d):
+            layer.norm = nn.LayerNorm(layer.norm.num_features, dtype=torch.float64)
+    out = run(model, points, x, mask, kind)
+    longer = [F.pad(one, (0, 0, 0, 7), value=9.0) for one in (points, x)]
+    close(run(model, *longer, F.pad(mask, (0, 7)), kind), out, 1e-9)
+
+
 @each
 def test_padding_means_nothing_without_running_statistics(network):
     model, (points, x, mask, kind) = made(network), clouds()

@@ -343,9 +343,9 @@ def test_farthest_points_under_vmap():
 
 @pytest.mark.parametrize("found, variable, expected", [
     ({"gcc"}, None, True), ({"clang"}, None, True), (set(), None, False), ({"gcc"}, "", False),
-    ({"ccache", "gcc"}, "ccache gcc", True), ({"gcc"}, "nowhere", False)])
+    ({"clang-19", "gcc"}, "clang-19", True), ({"ccache", "gcc"}, "ccache gcc", False), ({"gcc"}, "nowhere", False)])
 def test_triton_needs_a_compiler(found, variable, expected, monkeypatch):
-    "It compiles what launches a kernel, by CC, or else gcc or clang; an empty CC means none, as for the kernels in C."
+    "It compiles what launches a kernel, by CC, taken for one word, or else gcc or clang; an empty CC means none."
     pytest.importorskip("triton")
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparseattn.data import cache
 from sparseattn.data.cache import (
     _chosen,
     cache_key,
@@ -264,3 +265,14 @@ def test_sets_that_were_built_are_found_after_the_users_own(tmp_path, monkeypatc
     own.unlink()
     assert data_path("kicad", "kicad.npz") == built
     assert not have_data("kicad", "kicad.npz", root=tmp_path / "own")  # an argument is the only place then
+
+
+def test_a_plain_file_that_was_not_downloaded_whole_is_named(tmp_path):
+    path = tmp_path / "events.npz"
+    np.savez(path, x=np.arange(1000.0))
+    assert len(cache._plain_file(path, ["x"])["x"]) == 1000
+    with pytest.raises(ValueError, match="events.npz: expected arrays"):
+        cache._plain_file(path, ["x", "y"])
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(ValueError, match="events.npz: not a readable array file"):
+        cache._plain_file(path, ["x"])

@@ -602,6 +602,22 @@ def test_retrieval_from_manpages(tmp_path):
     task = S.load_task("retrieval", root=tmp_path, train=20, val=2, test=6, max_length=128)
     assert task.source == "manual pages that cite each other (80 pages)" and task.train.tokens.shape == (20, 2, 128)
     assert task.train.labels.bincount().tolist() == [10, 10]
+    with pytest.raises(ValueError, match="val: expected 1 to"):
+        S.load_task("retrieval", root=tmp_path, val=10**6)
+
+
+def test_a_table_that_was_not_downloaded_whole_is_named(tmp_path):
+    path = tmp_path / "aclImdb_test.tsv.gz"
+    write_tsv(path, [(f"text {k} " * 50, k % 2) for k in range(200)])
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match="aclImdb_test.tsv.gz: not a readable table"):
+        S.load_imdb_tsv(path)
+
+
+def test_a_folder_without_its_pictures_is_named(tmp_path):
+    (tmp_path / "fashion-mnist").mkdir()
+    with pytest.raises(FileNotFoundError, match="fashion-mnist: expected train-images-idx3-ubyte"):
+        S.load_task("image", source="fashion", root=tmp_path)
 
 
 def test_official_retrieval(tmp_path):

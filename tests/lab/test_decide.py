@@ -129,7 +129,7 @@ def test_a_single_training_is_taken_to_scatter_as_the_others_do():
     item, shifts = np.random.default_rng(2).normal(0, 10, 100), (0.0, 1.0, 5.0)
     found = paired({s: item + x for s, x in enumerate(shifts)}, {0: item})
     assert found.se == pytest.approx(np.std(shifts, ddof=1) * math.sqrt(4 / 3)) and found.trainings == (3, 1)
-    assert "trained once" in str(found) and "seeds" not in str(found)
+    assert "one row trained once and taken to scatter as the other" in str(found) and "seeds" not in str(found)
     two = paired({s: item + x for s, x in enumerate(shifts)}, {0: item, 1: item + 1})
     assert (two.seeds, two.trainings) == (2, (3, 2)) and "over 3 and 2 seeds" in str(two)
 

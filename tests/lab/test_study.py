@@ -312,3 +312,24 @@ def test_a_paused_training_does_not_go_on_with_other_data(tmp_path):
         S.train(dataclasses.replace(chosen, study=flipped))
     assert S.train(chosen)["steps"] == 12
     assert S.train(dataclasses.replace(chosen, study=flipped), retrain=True)["steps"] == 12
+
+
+def test_a_note_of_the_data_that_was_not_written_whole_stops_no_training(tmp_path):
+    """A kill between opening and writing leaves an empty file beside a good checkpoint."""
+    chosen, calls = rates(tmp_path, 0.1)["linear-0"], itertools.count()
+    with pytest.raises(Paused):
+        S.train(chosen, stop=lambda: next(calls) > 6)
+    (chosen.folder / "data").write_text("")
+    assert S.train(chosen)["steps"] == 12
+
+
+def test_progress_that_cannot_be_noted_ends_no_training(tmp_path, monkeypatch):
+    written = S.write_json
+
+    def full(path, content):
+        if path.name == "progress.json":
+            raise OSError(28, "No space left on device")
+        return written(path, content)
+
+    monkeypatch.setattr(S, "write_json", full)
+    assert S.train(rates(tmp_path, 0.1)["linear-0"])["steps"] == 12

@@ -417,6 +417,7 @@ def test_precision_holds_during_the_run_only(precision, inside):
     before, seen = torch.get_float32_matmul_precision(), set()
 
     def looking(model, batch, generator):
+        assert torch.backends.cudnn.allow_tf32 is (precision == "tf32")
         seen.add((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), model(batch["x"]).dtype))
         return loss(model, batch, generator)
 
@@ -430,6 +431,7 @@ def test_precision_holds_during_the_run_only(precision, inside):
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+    assert torch.backends.cudnn.allow_tf32                      # torch's own default
     low = precision == "bfloat16"
     assert seen == {(inside, low, torch.bfloat16 if low else torch.float32)}
     assert all(x.dtype == torch.float32 for x in model.parameters()) and not torch.is_autocast_enabled("cpu")
@@ -671,6 +673,17 @@ def test_two_processes_equal_one_with_joined_batches(tmp_path):
         )
     with pytest.raises(ValueError, match="processes was 2, is 1"):
         space["train"](32, 5, tmp_path / "state")
+
+
+def test_convolutions_told_of_by_the_newer_switch_stay_as_they_are():
+    """Reading the older switch is refused then."""
+    newer = torch.backends.cudnn.conv
+    newer.fp32_precision, before = "ieee", newer.fp32_precision
+    try:
+        fit(network(), batches, loss, epochs=1)
+        assert newer.fp32_precision == "ieee"
+    finally:
+        newer.fp32_precision = before
 
 
 def test_a_run_on_the_cpu_seeds_no_gpu(monkeypatch):

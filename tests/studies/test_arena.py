@@ -312,3 +312,12 @@ def test_rivals_are_those_of_the_code_released_with_sbm_transformer(network, bui
         values = torch.nn.functional.pad(attention.value(x)[0].view(64, attention.heads, -1), (0, 0, 0, 0, 17, 17))
         added = torch.stack([torch.einsum("whd,hw->hd", values[i:i + 35], filters).flatten() for i in range(64)])
         torch.testing.assert_close((whole - attention(x))[0], added @ attention.out.weight.T, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", ["full", "SBM"])
+def test_pictures_leave_the_network_where_it_is(row, data, built, monkeypatch):
+    """What figures need is taken on the CPU; the network is tested afterwards on its own device."""
+    network, moved = built("image", row), []
+    monkeypatch.setattr(type(network), "cpu", lambda self: moved.append(self) or self)
+    _arena.drawn(row, network, SETTING["image"], data["image"])
+    assert len(moved) == 1 and moved[0] is not network
