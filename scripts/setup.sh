@@ -45,8 +45,9 @@ echo "set-up: installing sparseattn and its notebooks, mol, dev, gpu extras (min
 pip install -c "$constraints" -e '.[notebooks,mol,dev,gpu]'
 hep=$(sed -n 's/^hep_requirements *= *//p' settings.ini)
 # shellcheck disable=SC2086
-pip install -c "$constraints" --only-binary=:all: $hep 2>/dev/null ||
-    echo "set-up: no binary wheel of $hep for this machine; notebooks use the events in the repository instead"
+if ! said=$(pip install -c "$constraints" --only-binary=:all: $hep 2>&1); then
+    echo "set-up: $hep could not be installed (${said##*$'\n'}); notebooks use the events in the repository instead" >&2
+fi
 if [[ ${1:-} != --no-export ]]; then .venv/bin/nbdev-export; fi
 echo "$want" >"$stamp"
 echo "set-up: done"

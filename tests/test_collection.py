@@ -550,13 +550,17 @@ def test_fingerprints_follow_imports(collection):
 
 
 def test_fingerprints_know_sources_in_c(collection):
-    """A module that names a file of csrc/ depends on it and on all headers."""
+    """What names a file of csrc/ in a string depends on it and on all headers: a module, or a notebook by hand."""
     package = collection.root / "sparseattn"
     (package / "csrc").mkdir()
     for name, text in {"csrc/a.c": "", "csrc/b.c": "", "csrc/all.h": "", "native.py": "load('a.c')"}.items():
         (package / name).write_text(text)
     found = graph.module_sources(collection.root, graph.Imports(collection.root), ["sparseattn.native"])
     assert {p.removeprefix("sparseattn/") for p in found} == {"native.py", "csrc/a.c", "csrc/all.h"}
+    collection.write("hept/39_x", ['compile("b.c")', "# a word: a"])
+    notebook = graph.read_notebook(collection.root, Path("nbs/hept/39_x.ipynb"))
+    found = graph.sources(collection.root, notebook, graph.Imports(collection.root))
+    assert {Path(p).name for p in found} == {"39_x.ipynb", "b.c", "all.h"}
 
 
 def test_fingerprints_leave_docstrings_out(tmp_path):

@@ -122,7 +122,7 @@ def test_records_are_used_and_the_rest_is_trained(collection):
     table = collection.root / "figures/33_trained/table.csv"
     assert table.read_text() == "value,scale\nalso good,cpu\n"
     shown = (collection.root / "build/cpu/index.html").read_text()
-    assert "4 trainings in this run, 2 left no record" in shown and "the loss is not finite" in shown
+    assert "4 trainings in this run, 2 did not end" in shown and "the loss is not finite" in shown
 
     collection.write_study(**units, bad=("ok", [], 1, ""), waits=("ok", ["bad"], 1, ""), dead=("ok", [], 1, ""))
     second = collection.run("--scale", "cpu", "--only", "hept")
@@ -137,6 +137,7 @@ def test_records_are_used_and_the_rest_is_trained(collection):
 
     other = json.dumps(dict(finished="2026-11-23T10:00:00Z"))
     (collection.root / "figures/toy/runs/cpu/bad.json").write_text(other)  # as after git pull
+    assert re.search(r"hept/33_trained +records changed", collection.run(*"--scale cpu --dry-run".split()).stdout)
     third = collection.run("--scale", "cpu", "--only", "hept")
     assert third.returncode == 0 and "hept/33_trained done" in third.stdout and "to train" not in third.stdout
     assert "toy: 5 records of 2026-11-22 to 2026-11-23 used" in third.stdout

@@ -227,7 +227,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     root = args.root.resolve()
     leave_with_parent()
-    plan.enter(plan.read(root, args.scale))
+    if args.digest:  # a job of a plan, perhaps on another node; by hand one's own variables hold
+        plan.enter(plan.read(root, args.scale))
     set_threads(args.threads)
     os.environ.update(JUPYTER_PREFER_ENV_PATH="1", PYDEVD_DISABLE_FILE_VALIDATION="1")
     if not (root / f"nbs/{args.key}.ipynb").is_file():

@@ -233,6 +233,11 @@ class Imports:
             todo |= self._direct[module] - done
         return done
 
+    def strings(self, module: str) -> frozenset[str]:
+        """The strings written in a module."""
+        self._close({module})
+        return self._strings[module]
+
     def _parent(self, module: str) -> str:
         """The package that a relative import in `module` starts from."""
         return module if self.file(module).name == "__init__.py" else module.rpartition(".")[0]
@@ -298,15 +303,17 @@ def _strings(nodes: list[ast.AST]) -> frozenset[str]:
     return frozenset(n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
 
 
-def data_files(root: Path, imports: Imports, modules: Iterable[str]) -> set[Path]:
-    """Files that one of the modules names, in a package's files/ folder or in csrc/; with a C file, all headers."""
-    found: set[Path] = set()
+def data_files(root: Path, imports: Imports, modules: Iterable[str], written: Iterable[str] = ()) -> set[Path]:
+    """Files of csrc/ and of a package's files/ folder that a string of a module, or one `written` by hand, is the name
+    of; with a C file, all headers."""
+    csrc = Path(PACKAGE, "csrc")
+    named = {csrc: set(written)}
     for module in modules:
-        text = (root / imports.file(module)).read_text(encoding="utf-8")
-        for folder in (imports.file(module).parent / "files", Path(PACKAGE, "csrc")):
-            if (root / folder).is_dir():
-                found |= {p.relative_to(root) for p in (root / folder).iterdir() if p.name in text or p.stem in text}
-    if any(p.parent.name == "csrc" for p in found):
+        for folder in (imports.file(module).parent / "files", csrc):
+            named.setdefault(folder, set()).update(imports.strings(module))
+    there = {folder: names for folder, names in named.items() if (root / folder).is_dir()}
+    found = {folder / p.name for folder, names in there.items() for p in (root / folder).iterdir() if p.name in names}
+    if any(p.parent == csrc for p in found):
         found |= {p.relative_to(root) for p in (root / PACKAGE / "csrc").glob("*.h")}
     return found
 
@@ -329,10 +336,12 @@ def data_listing() -> str:
     return "\n".join(f"{p.relative_to(f).as_posix()} {p.stat().st_size}" for f, p in files)
 
 
-def module_sources(root: Path, imports: Imports, modules: Iterable[str], docstrings: bool = False) -> dict[str, str]:
-    """Hash of each module's code, with its docstrings or without, and of the data files they name, by path."""
+def module_sources(
+    root: Path, imports: Imports, modules: Iterable[str], docstrings: bool = False, written: Iterable[str] = ()
+) -> dict[str, str]:
+    """Hash of each module's code, with its docstrings or without, and of the `data_files`, by path."""
     modules = set(modules)
-    files = {imports.file(m) for m in modules} | data_files(root, imports, modules)
+    files = {imports.file(m) for m in modules} | data_files(root, imports, modules, written)
     read = Path.read_bytes if docstrings else _computes
     return {p.as_posix(): _sha256(read(root / p)) for p in sorted(files)}
 
@@ -354,7 +363,8 @@ def _computes(path: Path) -> bytes:
 def sources(root: Path, notebook: Notebook, imports: Imports) -> dict[str, str]:
     """Hash of every file of the repository that the notebook depends on, by path. Stored outputs do not count."""
     shown = any(kind == "code" and "getdoc" in source for kind, _, source in notebook.cells)
-    hashes = module_sources(root, imports, imports.of(notebook), docstrings=shown)
+    written = frozenset().union(*map(_strings, _parsed(notebook)))
+    hashes = module_sources(root, imports, imports.of(notebook), docstrings=shown, written=written)
     return hashes | {notebook.path.as_posix(): _sha256(json.dumps(notebook.cells, ensure_ascii=False).encode())}
 
 

@@ -258,7 +258,7 @@ def failures(notebooks: list[graph.Notebook], status: dict) -> str:
 
 
 def trainings(root: Path, scale: str) -> str:
-    """Trainings of this run that left no record, and why: their rows are missing from tables and pictures."""
+    """Trainings of this run that did not end, and why: where no older record stands, their rows are missing."""
     ended = {}
     for path in sorted((root / f"build/{scale}/units").rglob("*.json")):
         ended[f"{path.parent.name}/{path.stem}"] = json.loads(path.read_text(encoding="utf-8"))
@@ -270,7 +270,7 @@ def trainings(root: Path, scale: str) -> str:
         f"<pre>{escape(one['why'])}</pre></li>"
         for name, one in bad.items()
     ]
-    count = f"{len(ended)} trainings in this run, {len(bad)} left no record"
+    count = f"{len(ended)} trainings in this run, {len(bad)} did not end"
     return f'<h2 id="trainings">{count}</h2><article class="error"><ul>{"".join(items)}</ul></article>'
 
 

@@ -259,10 +259,17 @@ def forget(root: Path, scale: str, made: dict) -> None:
             (root / made[name]).unlink(missing_ok=True)
     if scale != "smoke":
         publish.forget_if_touched(root, scale)
-    imports = graph.Imports(root)
+    for notebook in outdated(root, scale):
+        (root / notebook.done(scale)).unlink()
+
+
+def outdated(root: Path, scale: str) -> list[graph.Notebook]:
+    """Executed notebooks whose records changed since."""
+    imports, found = graph.Imports(root), []
     for notebook in graph.find_notebooks(root).values():
         done = root / notebook.done(scale)
         if done.exists() and imports.studies(notebook):
             then = json.loads(done.read_text(encoding="utf-8")).get("records", {})
             if then != graph.records(root, imports.studies(notebook), scale):
-                done.unlink()
+                found.append(notebook)
+    return found

@@ -208,7 +208,12 @@ def show_plan(args: argparse.Namespace) -> int:
     rows = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 5][1:]
     pending = {rule for _, _, rule, _, _, plan in rows if plan != "no update"}
     notebooks, imports = graph.find_notebooks(args.root), graph.Imports(args.root)
-    reasons = {
+    other = {n.rule: (n.key, "records changed") for n in plan.outdated(args.root, args.scale) if n.rule not in pending}
+    if other:
+        ledger = publish.settings()["ledger"]
+        after = {n.rule for n in notebooks.values() if n.is_index or n.stem == ledger} | {"publish", "readme", "page"}
+        pending |= after & {rule for _, _, rule, *_ in rows}
+    reasons = other | {
         u["rule"]: (f"{u['study']}/{u['unit']}", "no record" if not (args.root / u["record"]).exists() else "--retrain")
         for u in made["units"]
     }
@@ -304,11 +309,14 @@ class Watched:
         import psutil
 
         self.interrupted = True
+        children = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended, or is a zombie that nobody has read yet
                 if any(str(Path(__file__).parent) in word for word in child.cmdline()):
                     child.send_signal(signal.SIGINT)
-            self.process.send_signal(signal.SIGINT)
+        self.process.send_signal(signal.SIGINT)
 
     def lines(self) -> Iterator[str]:
         """The output line by line; Ctrl-C goes to Snakemake too, whose last lines are still wanted."""

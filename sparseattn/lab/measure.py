@@ -972,7 +972,7 @@ class _Worker:
         words = [_target(arguments.target), arguments.device, str(arguments.threads), arguments.clock]
         environment = malloc_environment(arguments.malloc) | {"PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])}
         self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([sys.executable, "-c", _WORKER, *words], env=environment, text=True,
+        self.process = subprocess.Popen([sys.executable, "-P", "-c", _WORKER, *words], env=environment, text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
 
     def ask(self, **question):
@@ -1085,7 +1085,7 @@ def timed_afresh(target: str, sizes: Sequence[int], *, repeats: int = 5, malloc:
         DataFrame with the lines of a trace; a wrong form has an error and no time. `Trace.add` takes it.
 
     Raises:
-        subprocess.CalledProcessError: the command failed.
+        ValueError: the command failed; its last line.
 
     Example:
         >>> timed_afresh("package.module:function", [100])  # doctest: +SKIP
@@ -1097,8 +1097,10 @@ def timed_afresh(target: str, sizes: Sequence[int], *, repeats: int = 5, malloc:
     if torch.device(device).type != "cpu":
         return _measure(_arguments().parse_args(command))
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "sparseattn.lab.measure", *command, "--csv", f"{folder}/times.csv"],
-                       check=True, capture_output=True)
+        done = subprocess.run([sys.executable, "-m", "sparseattn.lab.measure", *command, "--csv", f"{folder}/times.csv"],
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise ValueError(f"{target}: {(done.stdout.strip() or 'ended without a word').splitlines()[-1]}")
         return pd.read_csv(f"{folder}/times.csv")
 
 # %% ../../nbs/lab/23_measure.ipynb #d06167a6

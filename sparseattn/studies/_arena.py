@@ -519,7 +519,7 @@ def best_rule(table):
 
 
 def passed(table):
-    """How many rows with attention are two standard errors above the best rule, and above the network without, in words.
+    """Which rows with attention are two standard errors above the best rule, and how many above the network without, in words.
 
     Args:
         table: of `accuracies` or `standing`, of one task.
@@ -528,12 +528,14 @@ def passed(table):
     trained = table[(table["clears"] != "a floor") & ~table["row"].str.startswith(_WITHOUT)]
     if trained.empty:
         return f"only floors so far, the best rule is {rule}, {percent:.1f} %"
-    below = [clears.removeprefix("no: ").split(", ") for clears in trained["clears"] if not clears.startswith("off")]
-    above, ahead = (sum(floor not in names for names in below) for floor in (rule, "no attention"))
+    on = trained[~trained["clears"].str.startswith("off")].set_index("row")["clears"]
+    below = {row: clears.removeprefix("no: ").split(", ") for row, clears in on.items()}
+    above, ahead = ([row for row, names in below.items() if floor not in names] for floor in (rule, "no attention"))
     once = int((trained["seeds"] == 1).sum())
-    known = f", {ahead} above the network without attention" if "no attention" in set(table["row"]) else ""
+    known = f"; {len(ahead)} above the network without attention" if "no attention" in set(table["row"]) else ""
     known += f"; {once} were trained once, so that only test items are told apart" if once else ""
-    return f"of {len(trained)} rows with attention {above} are two standard errors above the best rule ({rule}, {percent:.1f} %){known}"
+    said = f"{', '.join(above)}, one" if len(above) == 1 else ", ".join(above) or "none"
+    return f"two standard errors above the best rule ({rule}, {percent:.1f} %): {said} of {len(trained)} rows with attention{known}"
 
 # %% ../../nbs/atlas/96_arena.ipynb #96rea003
 CONTROLS = ("no attention", "random masks", "random 256")

@@ -75,7 +75,8 @@ def records(clone, scale="cpu"):
     (["toy", "--seeds", "one"], "whole numbers"),
     (["toy", "--seeds", "9"], "there is no 9"),
     (["toy", "--budget", "-1"], "positive number of minutes"),
-    (["toy", "--unit", "nobody"], "there is no unit 'nobody'"),
+    (["toy", "--unit", "nobody"], "toy: there is no unit 'nobody'"),
+    (["--unit", "linear-0"], "--unit: expected one study before it"),
     (["toy", "--jobs", "0"], "expected a whole number from 1 on, got '0'"),
     (["toy", "--device", "gpu"], "device is 'gpu'; expected cpu, cuda"),
 ])
@@ -208,8 +209,10 @@ def test_a_unit_that_could_not_say_why_it_failed(clone, monkeypatch):
     monkeypatch.syspath_prepend(HERE / "studies")
     unit = units(importlib.import_module("toy").STUDY, "cpu", root=clone)[0]
     unit.folder.mkdir(parents=True)
-    (unit.folder / "log.txt").touch()
-    assert "is the disk full?" in command._ended(unit, SimpleNamespace(failed=[unit]))
+    (unit.folder / "log.txt").write_text("words of an earlier run\n")
+    ended = command._ended(unit, SimpleNamespace(failed=[unit], said={unit: 24}))
+    assert "is the disk full?" in ended and "earlier" not in ended
+    assert "settings changed" in command._ended(unit, SimpleNamespace(failed=[]))
 
 
 def test_kills_and_a_full_disk_give_the_same_record(clone, tmp_path):

@@ -305,7 +305,7 @@ def test_timed_afresh_is_the_command(toy, monkeypatch):
     trace = measure.Trace()
     trace.add(afresh, "squares", kind="ones")
     assert measure.speed_table(trace)["n"].tolist() == [10, 10, 20, 20] and set(trace.frame["inputs"]) == {"ones"}
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(ValueError, match="measure_toy:squarez: .*squarez"):
         timed_afresh("measure_toy:squarez", [10])
 
 
@@ -567,7 +567,7 @@ def test_two_versions_of_the_tree(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(new)
     monkeypatch.setattr(measure, "_unpack", lambda commit, folder: shutil.copytree(old, folder, dirs_exist_ok=True))
     monkeypatch.setattr(measure, "_package_folder", lambda: new / "sparseattn")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(new)  # where the call is made: the folder of the tree as it is must not hide the older one
     assert (
         measure.main(
             ["tree_sums:sums", "--n", "3", "--repeats", "3", "--against", "HEAD", "--csv", str(tmp_path / "out.csv")]

@@ -732,19 +732,6 @@ def test_resumed_on_a_gpu(tmp_path):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def _environment(name, number):
-    return number, os.environ.get(name)
-
-
-def test_side_by_side_keeps_the_order_and_its_processes_keep_their_memory(monkeypatch):
-    monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
-    found = T.side_by_side(_environment, [("MALLOC_MMAP_MAX_", n) for n in range(4)], workers=2)
-    assert found == [(n, "0") for n in range(4)]
-    with pytest.raises(ZeroDivisionError):
-        T.side_by_side(divmod, [(1, 0)], workers=2)
-    assert os.environ["MALLOC_TOP_PAD_"] == "7" and "MALLOC_MMAP_MAX_" not in os.environ
-
-
 @pytest.mark.parametrize("clip", [0.0, -1.0, math.nan])
 def test_a_limit_that_turns_or_stops_the_step_is_refused(clip):
     with pytest.raises(ValueError, match="clip must be above 0"):

@@ -274,12 +274,15 @@ def test_what_rows_pass_is_counted():
              ("hard 256", 30.0, "no: rule, no attention"), ("soft 256", 60.0, "off: attention adds less than 1 %")]
     table = pd.DataFrame(lines, columns=["row", "ours", "clears"]).assign(seeds=3)
     assert _arena.best_rule(table) == ("rule", 40.0)
-    said = "of 4 rows with attention 1 are two standard errors above the best rule (rule, 40.0 %)"
-    assert _arena.passed(table) == f"{said}, 2 above the network without attention"
+    said = "two standard errors above the best rule (rule, 40.0 %): SBM, one of 4 rows with attention"
+    assert _arena.passed(table) == f"{said}; 2 above the network without attention"
     assert _arena.passed(table.drop(index=3)) == said
     some = table.drop(index=3).assign(seeds=[1, 1, 1, 1, 3, 3, 1])
     assert _arena.passed(some) == f"{said}; 2 were trained once, so that only test items are told apart"
     assert _arena.passed(table[:3]) == "only floors so far, the best rule is rule, 40.0 %"
+    assert _arena.passed(table.drop(index=[3, 5])).endswith(": none of 3 rows with attention")
+    more = table.assign(clears=table["clears"].replace("no: rule", "yes"))
+    assert _arena.passed(more.drop(index=3)).endswith(": full, SBM of 4 rows with attention")
 
 
 def test_a_difference_is_withheld_for_what_either_row_does_not_clear(monkeypatch):
