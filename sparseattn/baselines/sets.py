@@ -105,6 +105,8 @@ def _feed_forward(dim, hidden):
 def _check_widths(dim, query_dim, inner, hidden, as_released):
     if as_released and inner != dim:
         raise ValueError(f"heads * head_dim must be dim = {dim} as released, without an output projection; got {inner}")
+    if hidden is not None:
+        check_count("hidden", hidden)
     if as_released and hidden is not None:
         raise ValueError(f"hidden must be None as released, where there is no inner layer; got {hidden!r}")
     if not as_released and query_dim != dim:
@@ -112,8 +114,8 @@ def _check_widths(dim, query_dim, inner, hidden, as_released):
 
 
 def _two_sets(x, y, mask, query_mask, query, key):
-    x, y = (checked_cloud(part, None, real, layer.in_features, weight=layer.weight)[0]
-            for part, real, layer in ((x, query_mask, query), (y, mask, key)))
+    x, y = (checked_cloud(part, None, real, layer.in_features, weight=layer.weight, name=name)[0]
+            for name, part, real, layer in (("x", x, query_mask, query), ("y", y, mask, key)))
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"x and y must hold as many sets, got {x.shape[0]} and {y.shape[0]}")
     return x, y
@@ -231,6 +233,7 @@ class SetTransformer(nn.Module):
                  norm: bool | None = None, attention: Callable | None = None, as_released: bool = False):
         super().__init__()
         check_count("encoder", encoder)
+        check_count("decoder", decoder, 0)
         block, options = SAB if points is None else ISAB, {"norm": norm, "as_released": as_released}
         induced = options | {"attention": attention} | ({} if points is None else {"points": points})
         self.dim_in, self.embed = dim_in, None if as_released else nn.Linear(dim_in, dim)
@@ -737,7 +740,7 @@ def mixture_update(points: Float[Tensor, "b n d"], log_weights: Float[Tensor, "b
         >>> mixture_update(torch.randn(1, 50, 2), *start)[1].shape
         torch.Size([1, 3, 2])
     """
-    points, _ = checked_cloud(points, None, mask, means.shape[-1])
+    points, _ = checked_cloud(points, None, mask, means.shape[-1], name="points")
     if mask is not None and not mask.any(1).all():
         raise ValueError("mask must have a real point in every cloud")
     away = (points[:, :, None] - means[:, None]) / scales[:, None]

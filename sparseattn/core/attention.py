@@ -333,7 +333,7 @@ def hide_masked(x: Float[Tensor, "b *points c"], mask: Bool[Tensor, "b *points"]
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 # %% ../../nbs/core/00_attention.ipynb #00dtyp01
-def check_dtype(x: Tensor, weight: Tensor | None) -> None:
+def check_dtype(x: Tensor, weight: Tensor | None, name: str = "x") -> None:
     """Refuse points that torch could not multiply by a weight; autocast may, but not in float64. A weight that is no tensor is let pass.
 
     Raises:
@@ -345,7 +345,7 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     cast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     cast = cast and torch.float64 not in (x.dtype, getattr(weight, "dtype", None))
     if isinstance(weight, Tensor) and x.dtype != weight.dtype and not cast:
-        raise TypeError(f"x must have the dtype of weight, {weight.dtype}, got {x.dtype}")
+        raise TypeError(f"{name} must have the dtype of weight, {weight.dtype}, got {x.dtype}")
 
 # %% ../../nbs/core/00_attention.ipynb #00mean01
 def masked_mean(x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b c"]:
@@ -365,7 +365,7 @@ def masked_mean(x: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None) -> 
 
 # %% ../../nbs/core/00_attention.ipynb #spl00003
 def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | None, mask: Bool[Tensor, "b n"] | None,
-                  channels: int, coord_dims: int = 0, weight: Tensor | None = None):
+                  channels: int, coord_dims: int = 0, weight: Tensor | None = None, *, name: str = "x"):
     """Input of a module: refused if it does not fit, returned with masked points set to 0.
 
     Args:
@@ -375,6 +375,7 @@ def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | No
         channels: expected channels of `x`.
         coord_dims: expected number of coordinates; 0 takes any number, or None.
         weight: parameter whose dtype `x` must have outside autocast; None takes any.
+        name: of the features in messages.
 
     Returns:
         `(x, coords)`.
@@ -387,13 +388,13 @@ def checked_cloud(x: Float[Tensor, "b n c"], coords: Float[Tensor, "b n k"] | No
         >>> checked_cloud(torch.zeros(1, 5, 4), None, None, 4)[0].shape
         torch.Size([1, 5, 4])
     """
-    check_form("x", x, 3)
+    check_form(name, x, 3)
     if x.shape[2] != channels:
-        raise ValueError(f"x must have {channels} channels, got shape {tuple(x.shape)}")
-    check_dtype(x, weight)
+        raise ValueError(f"{name} must have {channels} channels, got shape {tuple(x.shape)}")
+    check_dtype(x, weight, name)
     check_mask(mask, *x.shape[:2])
     x = hide_masked(x, mask)
-    check_finite("x", x)
+    check_finite(name, x)
     if coords is None and not coord_dims:
         return x, None
     if coords is None:

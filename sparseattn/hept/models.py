@@ -91,13 +91,18 @@ class HEPTModel(nn.Module):
         self.head = EmbeddingHead(dim * (depth + 1), outputs, dropout=dropout)
 
     def forward(self, x: Float[Tensor, "b n f"], coords: Float[Tensor, "b n k"],
-                mask: Bool[Tensor, "b n"] | None = None, **draw) -> Float[Tensor, "b n o"]:
-        """Embeddings; masked points return 0. `draw`: passed to every attention, see `Encoder`."""
+                mask: Bool[Tensor, "b n"] | None = None, return_info: bool = False, **draw):
+        """Embeddings (b, n, outputs), masked points return 0; with `return_info` also a list of every layer's `AttentionInfo`.
+
+        `draw`: passed to every attention, see `Encoder`.
+        """
         dims = 0 if self.place is None else self.coord_dims
         x, coords = checked_cloud(x, coords, mask, self.features, dims, self.head.project.weight)
         x = self.encode(x) if self.place is None else self.encode(x) + self.place(coords.to(x.dtype))
-        layers = self.encoder(x, coords, mask, all_layers=True, **draw)
-        return hide_masked(self.head(torch.cat(layers, -1)), mask)
+        found = self.encoder(x, coords, mask, all_layers=True, return_info=return_info, **draw)
+        layers, infos = found if return_info else (found, None)
+        out = hide_masked(self.head(torch.cat(layers, -1)), mask)
+        return (out, infos) if return_info else out
 
 # %% ../../nbs/hept/33_models.ipynb #66d5d1f3
 SIMILARITIES = ("released", "printed", "squared")

@@ -6,7 +6,6 @@
 __all__ = ['rules', 'rule', 'outcomes', 'floor_rows', 'grid_counts', 'gram_counts', 'gradient_cells', 'retrieve']
 
 # %% ../../nbs/lab/81_floors.ipynb #c01c7ffd
-import importlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -15,20 +14,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Num, Shaped
 
-from .metrics import retrieval_precision
+from .metrics import _sklearn, retrieval_precision
 
 # %% ../../nbs/lab/81_floors.ipynb #2bdadc45
 def _task(y):
     "labels, values or many"
     return "many" if y.ndim == 2 else "values" if np.issubdtype(y.dtype, np.floating) else "labels"
-
-
-def _sklearn(part):
-    "A module of scikit-learn, imported when a rule needs it."
-    try:
-        return importlib.import_module(f"sklearn.{part}")
-    except ImportError as missing:
-        raise ImportError("this rule needs scikit-learn: pip install 'sparseattn[notebooks]'") from missing
 
 # %% ../../nbs/lab/81_floors.ipynb #85b3f508
 def _most_frequent(y):

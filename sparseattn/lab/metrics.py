@@ -6,6 +6,7 @@
 __all__ = ['Retrieval', 'retrieval_precision', 'average_precision']
 
 # %% ../../nbs/lab/22_metrics.ipynb #22e2608e
+import importlib
 import numbers
 from dataclasses import dataclass
 
@@ -201,7 +202,7 @@ def average_precision(
     _check_ranking(scores, labels)
     if not labels.bool().any():
         raise ValueError("labels: no positive, so precision-recall is not defined")
-    return float(_scikit_learn().average_precision_score(labels.numpy().astype(int), scores.double().numpy()))
+    return float(_sklearn("metrics").average_precision_score(labels.numpy().astype(int), scores.double().numpy()))
 
 # %% ../../nbs/lab/22_metrics.ipynb #62462ed7
 def _numbers(name, x):
@@ -224,9 +225,9 @@ def _check_ranking(scores, labels):
         raise ValueError(f"labels: expected 0 and 1 only, got {labels.unique().tolist()[:5]}")
 
 
-def _scikit_learn():
+def _sklearn(part):
+    """A module of scikit-learn, imported when it is needed."""
     try:
-        from sklearn import metrics
-    except ImportError as error:
-        raise ImportError("average_precision needs scikit-learn: pip install 'sparseattn[notebooks]'") from error
-    return metrics
+        return importlib.import_module(f"sklearn.{part}")
+    except ImportError as missing:
+        raise ImportError("this needs scikit-learn: pip install 'sparseattn[notebooks]'") from missing

@@ -13,15 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .metrics import _check_count, _kind, _whole
-
-# %% ../../nbs/lab/29_segmentation.ipynb #89585f8b
-def _scikit_learn():
-    try:
-        from sklearn import metrics
-    except ImportError as error:
-        raise ImportError("confusion_matrix needs scikit-learn: pip install 'sparseattn[notebooks]'") from error
-    return metrics
+from .metrics import _check_count, _kind, _sklearn, _whole
 
 # %% ../../nbs/lab/29_segmentation.ipynb #ef734e6a
 def _counted(predicted, labels, classes, mask):
@@ -61,7 +53,7 @@ def confusion_matrix(predicted: Int[Tensor, "*n"], labels: Int[Tensor, "*n"], cl
     predicted, labels = _counted(predicted, labels, classes, mask)
     if not labels.numel():
         return torch.zeros(classes, classes, dtype=torch.int64)
-    counts = _scikit_learn().confusion_matrix(labels.numpy(), predicted.numpy(), labels=range(classes))
+    counts = _sklearn("metrics").confusion_matrix(labels.numpy(), predicted.numpy(), labels=range(classes))
     return torch.from_numpy(counts).long()
 
 # %% ../../nbs/lab/29_segmentation.ipynb #e3cd500c

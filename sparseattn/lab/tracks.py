@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .metrics import _sklearn
+
 # %% ../../nbs/lab/85_tracks.ipynb #a657afc7
 @dataclass(frozen=True, eq=False)
 class Tracks:
@@ -146,9 +148,5 @@ def cluster_hits(embeddings: Float[Tensor, "n d"], eps: float = 0.5, *, neighbou
         raise ValueError("embeddings: expected finite numbers, a row a hit")
     if not eps > 0:
         raise ValueError(f"eps: expected a number above 0, got {eps!r}")
-    try:
-        from sklearn.cluster import DBSCAN
-    except ImportError as error:
-        raise ImportError("cluster_hits needs scikit-learn: pip install 'sparseattn[notebooks]'") from error
-    found = DBSCAN(eps=eps, min_samples=neighbours).fit_predict(embeddings.detach().cpu().numpy())
+    found = _sklearn("cluster").DBSCAN(eps=eps, min_samples=neighbours).fit_predict(embeddings.detach().cpu().numpy())
     return torch.from_numpy(found.astype(np.int64))

@@ -527,8 +527,7 @@ def _joined(points, features, mask, coords, channels, weight):
         expected = (*points.shape[:2], size) if isinstance(points, Tensor) else ()
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape != expected:
             raise ValueError(f"{name} must have shape (batch, points, {size}), got {_kind(x)}")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"{name} must have the dtype of the weights, {weight.dtype}, got {x.dtype}")
+        check_dtype(x, weight, name)
         check_mask(mask, *x.shape[:2])
         check_points(name, hide_masked(x, mask), 3)
     return hide_masked(torch.cat([points, features], -1), mask)

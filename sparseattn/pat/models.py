@@ -96,11 +96,11 @@ class PointEmbedding(nn.Module):
                 mask: Bool[Tensor, "b n"] | None = None, generator: torch.Generator | None = None):
         """Embedding `(b, n, dim)`; masked points return 0. Nothing is drawn, the generator is not used."""
         weight = self.output.maps[0].weight
-        points, _ = checked_cloud(points, None, mask, self.coords, weight=weight)
-        if (features is not None) != bool(self.features):
-            raise ValueError(f"features must have {self.features} channels, got "
-                             f"{None if features is None else tuple(features.shape)}")
-        parts = [points] if features is None else [points, checked_cloud(features, None, mask, self.features, weight=weight)[0]]
+        points, _ = checked_cloud(points, None, mask, self.coords, weight=weight, name="points")
+        if (features is None) == bool(self.features) or features is not None and features.shape[:2] != points.shape[:2]:
+            raise ValueError(f"features must be {f'of shape {(*points.shape[:2], self.features)}' if self.features else None}, "
+                             f"got {None if features is None else tuple(features.shape)}")
+        parts = [points] if features is None else [points, checked_cloud(features, None, mask, self.features, weight=weight, name="features")[0]]
         return self.output(torch.cat(parts, -1), mask)
 
 # %% ../../nbs/pat/61_models.ipynb #1c27345d

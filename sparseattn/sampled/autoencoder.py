@@ -236,6 +236,7 @@ class _Blocks(nn.Module):
 
     def __init__(self, dim, depth, heads, hidden, attention, dropout=0.0, **options):
         super().__init__()
+        check_count("depth", depth)
         self.position = nn.Sequential(nn.Linear(3, 128), nn.GELU(), nn.Linear(128, dim))
         self.layers = nn.ModuleList(
             Layer(make_attention(attention, dim, heads, **options), dim, hidden, dropout) for _ in range(depth))
@@ -273,7 +274,7 @@ class PointEncoder(nn.Module):
         super().__init__()
         self.dim = dim
         self.token = TokenEmbedding(dim, token_hidden)
-        self.blocks = _Blocks(dim, depth, heads, hidden or dim, attention, dropout, **options)
+        self.blocks = _Blocks(dim, depth, heads, dim if hidden is None else hidden, attention, dropout, **options)
 
     def forward(self, patches: Patches, return_info: bool = False, generator: torch.Generator | None = None):
         """Features (b, g, dim) of the groups; with `return_info` also what the attention of each layer reports.
@@ -337,7 +338,7 @@ class MaskedAutoencoder(nn.Module):
         super().__init__()
         hidden_count(groups, ratio)
         self.groups, self.group_size, self.ratio = groups, group_size, ratio
-        form = dict(hidden=hidden or dim, attention=attention, **options)
+        form = dict(hidden=dim if hidden is None else hidden, attention=attention, **options)
         self.encoder = PointEncoder(dim, depth, heads, token_hidden=token_hidden, **form)
         self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
         form = form if decoder_attention is None else dict(hidden=form["hidden"], attention=decoder_attention)

@@ -55,13 +55,13 @@ class Embedding(nn.Module):
         if (features is not None) != bool(self.features):
             raise ValueError(f"features must be {f'(b, n, {self.features})' if self.features else None}, "
                              f"got {None if features is None else tuple(features.shape)}")
-        points, _ = checked_cloud(points, None, mask, 3, weight=self.position[0].weight)
+        points, _ = checked_cloud(points, None, mask, 3, weight=self.position[0].weight, name="points")
         x = self.position(points)
         if features is not None:
             if features.shape[:2] != points.shape[:2]:
                 raise ValueError(f"features must have shape {(*points.shape[:2], self.features)}, "
                                  f"got {tuple(features.shape)}")
-            features, _ = checked_cloud(features, None, mask, self.features, weight=self.feature[0].weight)
+            features, _ = checked_cloud(features, None, mask, self.features, weight=self.feature[0].weight, name="features")
             x = x + self.feature(features)
         return hide_masked(x, mask)
 
@@ -115,6 +115,8 @@ class ShapeClassifier(nn.Module):
         `draw`: passed to the attention, e.g. `order`; a `generator` where it draws.
         """
         x, infos = self.embedding(points, features, mask), []
+        if self.layer is None and draw.keys() - {"generator"}:
+            raise TypeError(f"without attention nothing takes {', '.join(draw.keys() - {'generator'})}")
         if self.layer is not None:
             draw |= draws_of(self.layer.attention, draw.pop("generator", None))
             found = self.layer(x, hide_masked(points, mask), mask, return_info, **draw)

@@ -279,19 +279,18 @@ class PointNetwork(nn.Module):
 # %% ../../nbs/samsa/72_models.ipynb #644de0a9
 def _checked_points(points, features, mask, channels, weight):
     "Coordinates and features side by side, 0 where masked, of a dtype that the weight can read."
-    points, _ = checked_cloud(points, None, mask, 3)
+    points, _ = checked_cloud(points, None, mask, 3, name="points")
     if (features is None) != (channels == 0):
         raise ValueError(f"features must be {f'(b, n, {channels})' if channels else None}, "
                          f"got {None if features is None else tuple(features.shape)}")
     if features is None:
-        check_dtype(points, weight)
+        check_dtype(points, weight, "points")
         return points
-    features, _ = checked_cloud(features, None, mask, channels)
+    features, _ = checked_cloud(features, None, mask, channels, name="features")
     if features.shape[:2] != points.shape[:2]:
         raise ValueError(f"features must have shape {(*points.shape[:2], channels)}, got {tuple(features.shape)}")
-    points = torch.cat([points, features], -1)
-    check_dtype(points, weight)
-    return points
+    check_dtype(points, weight, "points"), check_dtype(features, weight, "features")
+    return torch.cat([points, features], -1)
 
 
 def _check_category(category, clouds, categories):
@@ -350,7 +349,8 @@ class _Vectors(nn.Module):
 class GraphBridge(_Vectors):
     """Nodes and edges of graphs as tokens that random vectors tie together.
 
-    SAMSA, Sec 4.3. The networks are as wide as those of the released code.
+    SAMSA, Sec 4.3. The networks are as wide as those of the released code. The vectors are drawn in evaluation too; pass
+    `noise` or a `generator` for the same ones.
 
     Args:
         dim: channels of the tokens, and of the vectors.
@@ -396,7 +396,7 @@ def _joined(node_mask, edge_mask, nodes, edges):
 # %% ../../nbs/samsa/72_models.ipynb #8c7341b8
 def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes, weight):
     "Nodes, features of edges and edges, padding set to 0."
-    nodes, _ = checked_cloud(nodes, None, node_mask, sizes[0], weight=weight)
+    nodes, _ = checked_cloud(nodes, None, node_mask, sizes[0], weight=weight, name="nodes")
     check_int64("edges", edges)
     if edges.dim() != 3 or edges.shape[0] != nodes.shape[0] or edges.shape[2] != 2:
         raise ValueError(f"edges must have shape ({nodes.shape[0]}, edges, 2), got {tuple(edges.shape)}")
@@ -413,7 +413,7 @@ def _checked_graph(nodes, edge_features, edges, node_mask, edge_mask, sizes, wei
                              f"got {tuple(edge_features.shape)}")
         if edges.shape[1]:
             check_form("edge_features", edge_features, 3)
-        check_dtype(edge_features, weight)
+        check_dtype(edge_features, weight, "edge_features")
         edge_features = hide_masked(edge_features, edge_mask)
         check_finite("edge_features", edge_features)
     return nodes, edge_features, edges
@@ -430,7 +430,7 @@ def _check_ends(edges, nodes, node_mask, edge_mask):
 
 # %% ../../nbs/samsa/72_models.ipynb #baf90df7
 class GraphNetwork(nn.Module):
-    """Graphs to outputs, nodes and edges as tokens.
+    """Graphs to outputs, nodes and edges as tokens. Draws in evaluation too, see `GraphBridge`.
 
     SAMSA, Sec 4.3 and 5.
 

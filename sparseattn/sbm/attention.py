@@ -133,7 +133,7 @@ def sbm_attention(q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h n d"], v: F
             are left out.
         candidates: the second draw of "two-sided", made before, in the same form; with `edges` only.
         generator: source of the draws.
-        impl: "fast", a list or a matrix by expected density (under `torch.compile` a matrix), or "reference", a matrix.
+        impl: "fast", a list or a matrix by expected density (under `torch.compile`, `torch.func` and forward derivatives a matrix, with draws of its own), or "reference", a matrix.
         return_info: also return an `AttentionInfo`; its pattern is the list of edges (None where the mask is a matrix,
             which is in `extra["matrix"]`), its density carries the gradient of every edge's presence.
 

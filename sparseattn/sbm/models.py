@@ -56,8 +56,8 @@ class Body(nn.Module):
             if table is not None:
                 nn.init.normal_(table.weight, std=embedding_std)
         self.dropout = nn.Dropout(dropout)
-        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=hidden, dropout=dropout,
-                               head_dim=head_dim, **options)
+        options |= {} if head_dim is None else {"head_dim": head_dim}
+        self.encoder = Encoder(dim, depth, heads, attention=attention, hidden=hidden, dropout=dropout, **options)
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None, return_info: bool = True, **draw):
@@ -121,8 +121,11 @@ class SequenceClassifier(nn.Module):
         With `pairs`, tokens and mask are `(b, 2, n)`. `draw`: passed to every attention, e.g. `generator`, see `Encoder`.
         """
         if self.pairs:
+            check_int64("tokens", tokens)
             if tokens.dim() != 3 or tokens.shape[1] != 2:
                 raise ValueError(f"tokens must have shape (batch, 2, n), got {tuple(tokens.shape)}")
+            if mask is not None and (shape := getattr(mask, "shape", None)) != tokens.shape:
+                raise ValueError(f"mask must have shape {tuple(tokens.shape)}, got {type(mask) if shape is None else tuple(shape)}")
             tokens, mask = tokens.flatten(0, 1), mask if mask is None else mask.flatten(0, 1)
         found = self.body(tokens, mask, return_info, **draw)
         x, infos = found if return_info else (found, None)
@@ -273,12 +276,13 @@ def matched_hidden(attention: str, dim: int, heads: int, hidden: int, *, target:
         >>> matched_hidden("dense", 64, 2, 128)
         128
     """
-    target = target or layer_parameters("dense", dim, heads, hidden, head_dim=head_dim)
-    found = layer_parameters(attention, dim, heads, hidden, head_dim=head_dim, **options)
+    width = {} if head_dim is None else {"head_dim": head_dim}
+    target, options = target or layer_parameters("dense", dim, heads, hidden, **width), width | options
+    found = layer_parameters(attention, dim, heads, hidden, **options)
     if abs(found - target) <= tolerance * target:
         return hidden
     matched = max(1, hidden + round((target - found) / (2 * dim + 1)))
-    found = layer_parameters(attention, dim, heads, matched, head_dim=head_dim, **options)
+    found = layer_parameters(attention, dim, heads, matched, **options)
     if abs(found - target) > tolerance * target:
         raise ValueError(f"no hidden width matches: a layer of {attention!r} has {found} parameters with hidden "
                          f"{matched}, and {target} are wanted")

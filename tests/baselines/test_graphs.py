@@ -429,6 +429,18 @@ def test_compiled(network, options):
 
 
 @each
+def test_categories_do_not_break_a_compiled_graph(network):
+    points, kind = clouds()[0].float(), torch.tensor([0, 2, 1])
+    options = {"levels": LEVELS[2]} if network is PointNet2 else {}
+    model = network(5, task="parts", categories=3, **options).eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=network is PointNet)
+    torch.testing.assert_close(compiled(points, category=kind), model(points, category=kind))
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="category must lie in 0..2"):
+        model(points, category=kind + 1)
+
+
+@each
 def test_without_features_categories_or_mask(network):
     points = clouds()[0]
     for task in TASKS:

@@ -596,6 +596,11 @@ def test_refuses_what_does_not_fit():
         neighbour_attention(q, q, q, lists(), impl="quick")
     with pytest.raises(ValueError, match="as many sets, got 2 and 1"):
         MAB(8, 2)(x, x[:1])
+    with pytest.raises(ValueError, match="y holds NaN"):
+        MAB(8, 2)(x, x / 0)
+    for call, words in ((lambda: MAB(8, 2, hidden=0), "hidden"), (lambda: SetTransformer(3, 3, decoder=-1), "decoder")):
+        with pytest.raises(ValueError, match=f"{words} must be an integer"):
+            call()
     with pytest.raises(ValueError, match="x must have 8 channels"):
         PMA(8, 2)(torch.randn(2, 5, 3))
     with pytest.raises(ValueError, match="outputs must have 4 channels .* or 5"):
@@ -629,5 +634,5 @@ def test_refuses_another_dtype_than_the_weights():
     x = torch.randn(2, 5, 8)
     for call in (lambda: SetTransformer(8, 3)(x.double()), lambda: MAB(8, 2)(x.double(), x),
                  lambda: MAB(8, 2)(x, x.double()), lambda: PMA(8, 2)(x.double())):
-        with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
+        with pytest.raises(TypeError, match="(x|y) must have the dtype of weight, torch.float32, got torch.float64"):
             call()

@@ -230,6 +230,13 @@ def test_model_names_what_does_not_fit():
             model(*bad)
 
 
+def test_model_tells_what_every_layer_did():
+    model = HEPTModel(3, 2, dim=8, depth=3, heads=2, block_size=5).eval()
+    x, coords, mask = torch.rand(2, 12, 3), torch.rand(2, 12, 2), torch.arange(12) < torch.tensor([[12], [7]])
+    out, infos = model(x, coords, mask, return_info=True)
+    assert torch.equal(out, model(x, coords, mask)) and len(infos) == 3 and all(i.nnz for i in infos)
+
+
 def test_particles_may_have_any_numbers():
     """Those of TrackML have 16 digits."""
     place, particle, valid = cloud()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import sparse
 
-from sparseattn.lab import floors
+from sparseattn.lab import metrics
 from sparseattn.lab.floors import floor_rows, gram_counts, gradient_cells, grid_counts, outcomes, retrieve, rule, rules
 
 WITH_MODEL = ("linear", "neighbour", "trees")
@@ -126,10 +126,10 @@ def test_without_scikit_learn(monkeypatch):
     for name in [m for m in sys.modules if m.split(".")[0] == "sklearn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", absent)
-    monkeypatch.setattr(floors.importlib, "import_module", lambda name: absent(name))
+    monkeypatch.setattr(metrics.importlib, "import_module", lambda name: absent(name))
     x, y = task(LABELS)
     for name in WITH_MODEL:
-        with pytest.raises(ImportError, match=r"this rule needs scikit-learn: pip install 'sparseattn\[notebooks\]'"):
+        with pytest.raises(ImportError, match=r"this needs scikit-learn: pip install 'sparseattn\[notebooks\]'"):
             rule(name)(x, y, x)
     assert len(rule("constant")(x, y, x)) == len(x)
 

@@ -295,8 +295,13 @@ def test_refuses_another_dtype_than_the_weights():
     points = torch.randn(1, 40, 3)
     for call in (lambda: ShapeClassifier(3)(points.double()), lambda: HierarchicalClassifier(3)(points.double()),
                  lambda: ShapeClassifier(3, features=3)(points, points.double())):
-        with pytest.raises(TypeError, match="x must have the dtype of weight, torch.float32, got torch.float64"):
+        with pytest.raises(TypeError, match="(points|features) must have the dtype of weight, torch.float32, got"):
             call()
+
+
+def test_a_network_without_attention_takes_no_word_for_it():
+    with pytest.raises(TypeError, match="nothing takes return_inof"):
+        ShapeClassifier(3, attention=None)(torch.randn(1, 40, 3), return_inof=True)
 
 
 @pytest.mark.parametrize("attention", ["sampled", "dense"])

@@ -122,6 +122,18 @@ def test_a_pair_is_compared_as_stated():
     single = [model.body(tokens[:, i], mask[:, i])[0].sum(1) / mask[:, i].sum(1, keepdim=True) for i in range(2)]
     u, v = single
     torch.testing.assert_close(model(tokens, mask), model.head(torch.cat([u, v, u * v, u - v], 1)))
+    for wrong in (mask[:, :1].repeat(2, 1, 1), mask.flatten(0, 1)[None], mask.tolist()):   # the first two would flatten
+        with pytest.raises(ValueError, match=r"mask must have shape \(\d+, 2, \d+\)"):
+            model(tokens, wrong)
+
+
+def test_every_registered_attention_that_needs_no_places_makes_a_classifier():
+    """Also those without a width of heads to choose, as "pat"."""
+    tokens = torch.randint(9, (2, 8))
+    for name in ("pat", "sampled", "samsa", "dense"):
+        model = SequenceClassifier(9, 3, attention=name, dim=16, heads=2, hidden=16, max_length=8)
+        assert model(tokens).shape == (2, 3)
+    assert matched_hidden("pat", 64, 2, 128) > 128
 
 
 def test_an_empty_sequence_is_defined():
