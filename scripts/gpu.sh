@@ -32,10 +32,10 @@ case ${1:-} in
     *) sed -n 2,13p "$0"; exit 2 ;;
 esac
 if [[ -n ${OUT:-} ]]; then
-    shopt -s nullglob
-    made=("build/$scale/figures" "build/$scale/executed" figures/*/runs/"$scale")
     found=()
-    for folder in "${made[@]}"; do if [[ -d $folder ]]; then found+=("$folder"); fi; done
+    for folder in "build/$scale/figures" "build/$scale/executed" figures/*/runs/"$scale"; do
+        if [[ -d $folder ]]; then found+=("$folder"); fi
+    done
     tar -czf "$OUT/part$1.tgz" "${found[@]}" || status=1
 fi
 exit $status

@@ -17,7 +17,9 @@ import data
 import graph
 import page
 import plan
+import psutil
 import publish
+import reproduce
 import yaml
 from conftest import OWN_PACKAGE
 
@@ -358,6 +360,16 @@ def test_a_job_trains_a_unit_of_the_real_command(tmp_path):
         assert job.returncode == 130 and " done in" not in out and not record.exists()
     assert "toy/linear-0 done in" in said("linear-0")
     assert json.loads(record.read_text())["steps"] == 60 and step() == 0
+
+
+def test_a_signal_reaches_a_run_that_has_a_zombie(tmp_path):
+    """A child that ended and was not waited for has no command line to look at."""
+    watched = object.__new__(reproduce.Watched)
+    code = "import subprocess, time; subprocess.Popen(['true']); time.sleep(60)"
+    watched.process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    until(lambda: [c.status() for c in psutil.Process(watched.process.pid).children()] == ["zombie"])
+    watched.end()
+    assert watched.process.wait(timeout=20) != 0 and watched.interrupted
 
 
 def test_a_notebook_runs_without_jupyter(tmp_path):

@@ -20,7 +20,7 @@ from ..core.attention import (check_choice, check_count, check_int64, check_mask
 from ..core.points import farthest_point_sampling, gather_points
 from ..core.relaxation import check_tau
 from .layers import (GroupShuffleAttention, GumbelSubsetSampling, PointMLP, PositionEmbedding,
-                                   SetGroupNorm, _info, channel_shuffle)
+                                   SetGroupNorm, _info, _joined, channel_shuffle)
 
 # %% ../../nbs/pat/61_models.ipynb #b9a89889
 class HeadShuffleAttention(nn.Module):
@@ -95,13 +95,7 @@ class PointEmbedding(nn.Module):
     def forward(self, points: Float[Tensor, "b n d"], features: Float[Tensor, "b n f"] | None = None,
                 mask: Bool[Tensor, "b n"] | None = None, generator: torch.Generator | None = None):
         """Embedding `(b, n, dim)`; masked points return 0. Nothing is drawn, the generator is not used."""
-        weight = self.output.maps[0].weight
-        points, _ = checked_cloud(points, None, mask, self.coords, weight=weight, name="points")
-        if (features is None) == bool(self.features) or features is not None and features.shape[:2] != points.shape[:2]:
-            raise ValueError(f"features must be {f'of shape {(*points.shape[:2], self.features)}' if self.features else None}, "
-                             f"got {None if features is None else tuple(features.shape)}")
-        parts = [points] if features is None else [points, checked_cloud(features, None, mask, self.features, weight=weight, name="features")[0]]
-        return self.output(torch.cat(parts, -1), mask)
+        return self.output(_joined(points, features, mask, self.coords, self.features, self.output.maps[0].weight), mask)
 
 # %% ../../nbs/pat/61_models.ipynb #1c27345d
 _EMBEDDINGS = {"position": PositionEmbedding, "mlp": PointEmbedding}

@@ -632,7 +632,7 @@ def test_refuses_options_out_of_range(make, message):
 
 def test_refuses_another_dtype_than_the_weights():
     x = torch.randn(2, 5, 8)
-    for call in (lambda: SetTransformer(8, 3)(x.double()), lambda: MAB(8, 2)(x.double(), x),
-                 lambda: MAB(8, 2)(x, x.double()), lambda: PMA(8, 2)(x.double())):
-        with pytest.raises(TypeError, match="(x|y) must have the dtype of weight, torch.float32, got torch.float64"):
+    for name, call in (("x", lambda: SetTransformer(8, 3)(x.double())), ("x", lambda: MAB(8, 2)(x.double(), x)),
+                       ("y", lambda: MAB(8, 2)(x, x.double())), ("x", lambda: PMA(8, 2)(x.double()))):
+        with pytest.raises(TypeError, match=f"{name} must have the dtype of weight, torch.float32, got torch.float64"):
             call()

@@ -216,7 +216,7 @@ BAD = {
     "embedding must be one of": lambda: PATSegmenter(3, embedding="graph", **TINY),
     "attention must be one of": lambda: PATSegmenter(3, attention="dense", **TINY),
     "fewer than the 12": lambda: PATClassifier(3, **PLANS["fps"], **TINY)(torch.randn(1, 10, 3)),
-    "must be None": lambda: PointEmbedding(16, hidden=(8,), last=())(torch.randn(1, 5, 3), torch.randn(1, 5, 1)),
+    "features must have": lambda: PointEmbedding(16, hidden=(8,), last=())(torch.randn(1, 5, 3), torch.randn(1, 5, 1)),
     "labels must have shape": lambda: elementwise_loss(torch.zeros(2, 3, 4), torch.zeros(3, dtype=torch.long)),
     "logits must be": lambda: class_scores(torch.zeros(2, 4)),
     "heads must divide dim, got 3 and 16": lambda: HeadShuffleAttention(16, 3, norm_groups=8),

@@ -293,9 +293,10 @@ def test_bad_input(call, words):
 
 def test_refuses_another_dtype_than_the_weights():
     points = torch.randn(1, 40, 3)
-    for call in (lambda: ShapeClassifier(3)(points.double()), lambda: HierarchicalClassifier(3)(points.double()),
-                 lambda: ShapeClassifier(3, features=3)(points, points.double())):
-        with pytest.raises(TypeError, match="(points|features) must have the dtype of weight, torch.float32, got"):
+    for name, call in (("points", lambda: ShapeClassifier(3)(points.double())),
+                       ("points", lambda: HierarchicalClassifier(3)(points.double())),
+                       ("features", lambda: ShapeClassifier(3, features=3)(points, points.double()))):
+        with pytest.raises(TypeError, match=f"{name} must have the dtype of weight, torch.float32, got torch.float64"):
             call()
 
 
