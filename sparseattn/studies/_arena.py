@@ -221,7 +221,7 @@ def settings(task):
         "schedule": ("cosine",) * 4 + ("linear, cosine",),
         "warm-up": (0, steps // 10, steps // 10, warm, f"{warm:,}, 2,000"),
         "precision": ("float32", "float32", "tf32", "float32", "mixed, not given"),
-        "seeds": (1, 1, 3, 3, "5, 1"),
+        "seeds": (1, 1, 3, 3, "5, not given"),
         "minutes": (0, 40 if task == "pathfinder" else 15, 20, 120, "-"),
     }
 

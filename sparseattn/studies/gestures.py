@@ -108,7 +108,7 @@ SETTINGS = {
     "optimiser": ("adam", "adam", "adam", "sgd", "SGD"),
     "schedule": ("cosine", "cosine", "cosine", "constant", "constant"),
     "seeds": (1, 3, 3, 3, "not given"),
-    "precision": ("float32", "float32", "tf32", "float32", "float32"),
+    "precision": ("float32", "float32", "tf32", "float32", "not given"),
     "minutes": (0, 8, 8, 120, "-"),
 }
 

@@ -267,7 +267,7 @@ SETTINGS = {
     "weight decay": (0.05,) * 4 + ("0.05",),
     "clip": (10.0,) * 4 + ("not given",),
     "warm-up": (0, 100, 500, 500, "not given"),
-    "seeds": (1, 3, 3, 3, "1"),
+    "seeds": (1, 3, 3, 3, "not given"),
     "precision": ("float32", "float32", "tf32", "float32", "not given"),
     "minutes": (0, 5, 15, 60, "-"),
 }

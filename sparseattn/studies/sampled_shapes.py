@@ -31,7 +31,7 @@ SETTINGS = {
     "epoch": (1, 275, 1_385, 2_770, "-"),
     "rates": ([1e-3], [4e-3, 1e-3], [2e-3, 5e-4], [2e-3, 5e-4], "not given"),
     "probe": (1, 200, 554, 554, "-"),
-    "seeds": (1, 3, 3, 3, "1"),
+    "seeds": (1, 3, 3, 3, "not given"),
     "precision": ("float32", "float32", "tf32", "float32", "not given"),
     "minutes": (0, 5, 10, 40, "-"),
     "dim": (16, 64, 256, 256, "256"),

@@ -123,7 +123,7 @@ SETTINGS = {
     "optimiser": ("adam",) * 4 + ("Adam",),
     "schedule": ("cosine",) * 4 + ("halved every 5 epochs",),
     "seeds": (1, 3, 3, 1, "not given"),
-    "precision": ("float32", "float32", "tf32", "float32", "float32"),
+    "precision": ("float32", "float32", "tf32", "float32", "not given"),
     "minutes": (0, 8, 15, 120, "-"),
     "dim": (32, 64, 1024, 1024, "1,024"),
     "groups": (4, 8, 8, 8, "8"),

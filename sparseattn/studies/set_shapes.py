@@ -37,7 +37,7 @@ SETTINGS = {
     "learned points": (16, 16, 16, 16, "16"),
     "dropout": (0.0, 0.0, 0.5, 0.5, "0.5"),
     "released blocks": (False, False, True, True, "True"),
-    "seeds": (1, 3, 3, 3, "1"),
+    "seeds": (1, 3, 3, 3, "not given"),
     "minutes": (0, 4, 15, 120, "-"),
 }
 
