@@ -365,7 +365,8 @@ def test_a_job_trains_a_unit_of_the_real_command(tmp_path):
 def test_a_signal_reaches_a_run_that_has_a_zombie(tmp_path):
     """A child that ended and was not waited for has no command line to look at."""
     watched = object.__new__(reproduce.Watched)
-    code = "import subprocess, time; subprocess.Popen(['true']); time.sleep(60)"
+    code = "import signal, subprocess, time; signal.signal(signal.SIGINT, signal.SIG_DFL)  # behind `&` it is ignored\n"
+    code += "subprocess.Popen(['true']); time.sleep(60)"
     watched.process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     until(lambda: [c.status() for c in psutil.Process(watched.process.pid).children()] == ["zombie"])
     watched.end()
