@@ -966,7 +966,7 @@ for line in sys.stdin:
 
 # %% ../../nbs/lab/23_measure.ipynb #23work1
 class _Worker:
-    """A process that has loaded a target from a folder, and times one call when it is asked to."""
+    """A process that has loaded a target from a folder, and times one call when it is told to."""
 
     def __init__(self, folder, arguments):
         words = [_target(arguments.target), arguments.device, str(arguments.threads), arguments.clock]

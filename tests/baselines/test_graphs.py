@@ -433,6 +433,8 @@ def test_categories_do_not_break_a_compiled_graph(network):
     points, kind = clouds()[0].float(), torch.tensor([0, 2, 1])
     options = {"levels": LEVELS[2]} if network is PointNet2 else {}
     model = network(5, task="parts", categories=3, **options).eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=network is PointNet)
+    torch.testing.assert_close(compiled(points, category=kind), model(points, category=kind))
     torch._dynamo.reset()
     breaks = torch._dynamo.explain(model)(points, category=kind).break_reasons
     assert {one.user_stack[-1].name for one in breaks} <= {"uncompiled"}     # searches for neighbours, in all forms
